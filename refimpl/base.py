@@ -1,0 +1,280 @@
+"""What both twins share: constructor, overrides by name, refusals, `step` with a closure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .fsdp import is_fsdp_parameter
+from .layout import OriginalParam, ShardLayout
+from .update import Hyperparameters, is_state_8bit
+
+NO_GRADIENT, GRADIENT, REFUSED = 0, 1, 2
+"""What a rank tells the others about one tensor before anything is changed."""
+
+Overrides = Mapping[str, Mapping[str, Any]]
+OVERRIDE_KEYS = ("optim_bits", "lr", "weight_decay", "betas", "eps")
+
+
+@dataclass(frozen=True)
+class ParamSettings:
+    """What holds for one original parameter: its precision, and what overrides its param group."""
+
+    optim_bits: int
+    is_8bit: bool
+    overrides: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """One tensor of a param group: its layout, and the settings of `layout.params`, in order."""
+
+    layout: ShardLayout
+    params: tuple[ParamSettings, ...]
+
+
+class OriginalParamAdamW8bit(torch.optim.Optimizer):
+    """AdamW with 8-bit state that follows the ORIGINAL parameters. Use one of the two subclasses.
+
+    Args:
+        params: as for any optimizer; with `model.named_parameters()` (or groups of them) an unwrapped
+            model's parameters have names, which `overrides` and checkpoints need.
+        lr, betas, eps, weight_decay: as in `bitsandbytes.optim.AdamW8bit`, also per param group.
+        amsgrad: accepted for its place in the signature; must be False, as upstream.
+        layouts: what `refimpl.read_layouts(model)` returned after wrapping. A parameter that is not
+            in it is one whole tensor, so an unwrapped model needs none.
+        min_8bit_size: original parameters with at least this many elements have 8-bit state.
+        overrides: FQN pattern (`fnmatch` syntax, `*` also matches dots) -> any of `optim_bits`
+            (8 or 32), `lr`, `weight_decay`, `betas`, `eps`. They hold under every wrapping, also for one
+            parameter among several in a flat one. A scheduler does not touch an overridden `lr`.
+
+    Raises:
+        ValueError: a hyperparameter out of range, an override that is unknown, matches nothing or
+            contradicts another, a layout that does not fit its tensor, a parameter FSDP has
+            flattened without a layout, a parameter not in row-major memory order.
+        TypeError: a DTensor.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        layouts: Mapping[Any, ShardLayout] | None = None,
+        min_8bit_size: int = 4096,
+        overrides: Overrides | None = None,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad=True has no 8-bit kernel, here or upstream (refuse.amsgrad)")
+        if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int):
+            raise ValueError(f"min_8bit_size must be an int, got {min_8bit_size!r}")
+        if min_8bit_size < 1:
+            raise ValueError(f"min_8bit_size must be at least 1, got {min_8bit_size}")
+        self.min_8bit_size = min_8bit_size
+        self.overrides = {pattern: dict(values) for pattern, values in (overrides or {}).items()}
+        for pattern, values in self.overrides.items():
+            for key, value in values.items():
+                _check_override(pattern, key, value)
+        self._layouts = layouts or {}
+        self._settings: dict[Tensor, TensorSettings] = {}
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+        if self._layouts and not any(tensor in self._layouts for tensor in self._settings):
+            raise ValueError(
+                "none of the parameters is in layouts: they belong to another model, or were read"
+                " before it was wrapped (refuse.layout)"
+            )
+        names = [param.fqn for settings in self._settings.values() for param in settings.layout.params]
+        for pattern in self.overrides:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"the override '{pattern}' matches none of the {len(names)} parameters"
+                    " (an unwrapped model has names only if the optimizer is given"
+                    " model.named_parameters()) (refuse.override)"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; in addition every new tensor's layout and settings are resolved."""
+        for key in ("optim_bits", "min_8bit_size"):
+            if key in param_group:
+                raise ValueError(
+                    f"'{key}' has no effect in a param group: use overrides={{name: ...}}"
+                    " (refuse.override)"
+                )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for key in ("lr", "betas", "eps", "weight_decay"):
+                _check_hyperparameter(key, group[key])
+            names = group.get("param_names") or [""] * len(group["params"])
+            settings = {
+                tensor: self._resolve(tensor, name)
+                for tensor, name in zip(group["params"], names, strict=True)
+            }
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._settings.update(settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; `closure` as in torch.
+
+        Collective: every rank that shares a parameter must call it.
+
+        Raises `RuntimeError` on every rank that shares the parameter, before anything changed, if a
+        gradient has another dtype than its parameter (`refuse.gradient-dtype`), an unsharded shape, as
+        right after a backward in `no_sync` (`refuse.unsharded-gradient`), or is sparse
+        (`refuse.sparse-gradient`).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        problems = {
+            tensor: problem
+            for tensor in self._settings
+            if (problem := _gradient_problem(tensor, self._name(tensor))) is not None
+        }
+        self._update(problems)
+        return loss
+
+    def _update(self, problems: dict[Tensor, str]) -> None:
+        """Enter the collectives, raise if any rank has a problem, else update."""
+        raise NotImplementedError
+
+    def _status(self, tensor: Tensor, problems: Mapping[Tensor, str]) -> int:
+        if tensor in problems:
+            return REFUSED
+        return NO_GRADIENT if tensor.grad is None else GRADIENT
+
+    def _name(self, tensor: Tensor) -> str:
+        params = self._settings[tensor].layout.params
+        more = f" and {len(params) - 1} more in its flat parameter" if len(params) > 1 else ""
+        return f"'{params[0].fqn}'{more}"
+
+    def _hyperparameters(self, group: Mapping[str, Any], index: int, tensor: Tensor) -> Hyperparameters:
+        """Those of original parameter `index` of `tensor`: its group's, unless overridden by name."""
+        values = {**group, **dict(self._settings[tensor].params[index].overrides)}
+        return Hyperparameters(
+            float(values["lr"]), *values["betas"], values["eps"], values["weight_decay"]
+        )
+
+    def _resolve(self, tensor: Tensor, name: str) -> TensorSettings:
+        """The layout of `tensor`, checked against it, and the settings of its parameters."""
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"parameter '{name}' is a DTensor: only FSDP1 is supported (refuse.dtensor)")
+        layout = self._layouts.get(tensor)
+        if layout is None:
+            if is_fsdp_parameter(tensor):
+                raise ValueError(
+                    f"parameter '{name}' of {tensor.numel()} elements is flattened by FSDP1 but not in"
+                    " layouts: pass layouts=refimpl.read_layouts(model), read after wrapping"
+                    " (refuse.no-metadata)"
+                )
+            whole = OriginalParam(name, tuple(tensor.shape))
+            layout = ShardLayout((whole,), (0, whole.numel))
+        if layout.shard_numel != tensor.numel():
+            raise ValueError(
+                f"the layout of '{layout.params[0].fqn}' has {layout.shard_numel} local elements but the"
+                f" tensor has {tensor.numel()}: read the layouts again, after wrapping (refuse.layout)"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"parameter '{layout.params[0].fqn}' has strides {tensor.stride()}: 8-bit blocks follow"
+                " row-major order, make it contiguous first (refuse.memory-order)"
+            )
+        return TensorSettings(layout, tuple(self._resolve_param(param) for param in layout.params))
+
+    def _resolve_param(self, param: OriginalParam) -> ParamSettings:
+        chosen: dict[str, Any] = {}
+        chosen_by: dict[str, str] = {}
+        for pattern, values in self.overrides.items():
+            if not fnmatchcase(param.fqn, pattern):
+                continue
+            for key, value in values.items():
+                value = tuple(value) if key == "betas" else value
+                if chosen.setdefault(key, value) != value:
+                    raise ValueError(
+                        f"the overrides '{chosen_by[key]}' and '{pattern}' disagree on {key} of"
+                        f" '{param.fqn}': {chosen[key]} and {value} (refuse.override)"
+                    )
+                chosen_by.setdefault(key, pattern)
+        bits = chosen.pop("optim_bits", 8)
+        return ParamSettings(
+            optim_bits=bits,
+            is_8bit=is_state_8bit(param.numel, self.min_8bit_size, bits),
+            overrides=tuple(sorted(chosen.items())),
+        )
+
+
+def raise_refusals(name: str, statuses: Mapping[int, int], problem: str | None) -> None:
+    """Raise the same step on every rank that learns of it: `statuses` by rank, `problem` our own."""
+    if problem is not None:
+        raise RuntimeError(problem)
+    refused = sorted(rank for rank, status in statuses.items() if status == REFUSED)
+    if refused:
+        raise RuntimeError(
+            f"rank {refused[0]} refused the gradient of {name}; its own error says why. No rank that"
+            " shares the parameter has changed anything"
+        )
+    absent = sorted(rank for rank, status in statuses.items() if status == NO_GRADIENT)
+    if absent and len(absent) < len(statuses):
+        raise RuntimeError(
+            f"rank {absent[0]} has no gradient for {name} where other ranks have one: under FSDP1 all"
+            " have it or none; it was set to None on some ranks only (refuse.missing-gradient)"
+        )
+
+
+def _gradient_problem(tensor: Tensor, name: str) -> str | None:
+    grad = tensor.grad
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        return f"the gradient of {name} is sparse: the kernels take dense ones (refuse.sparse-gradient)"
+    if grad.dtype != tensor.dtype:
+        return (
+            f"the gradient of {name} is {grad.dtype} but the parameter is {tensor.dtype}: the kernels"
+            " read both as one dtype; do not use keep_low_precision_grads (refuse.gradient-dtype)"
+        )
+    if grad.shape != tensor.shape:
+        return (
+            f"the gradient of {name} has shape {tuple(grad.shape)} but the parameter"
+            f" {tuple(tensor.shape)}: it is not sharded, as after a backward in no_sync(); run the last"
+            " backward before step() outside no_sync() (refuse.unsharded-gradient)"
+        )
+    return None
+
+
+def _check_override(pattern: str, key: str, value: Any) -> None:
+    if key not in OVERRIDE_KEYS:
+        raise ValueError(
+            f"the override '{pattern}' sets '{key}'; it may set {', '.join(OVERRIDE_KEYS)}"
+            " (refuse.override)"
+        )
+    if key != "optim_bits":
+        _check_hyperparameter(key, value, f" in the override '{pattern}'")
+    elif value not in (8, 32):
+        raise ValueError(f"optim_bits must be 8 or 32, got {value!r} in the override '{pattern}'")
+
+
+def _check_hyperparameter(key: str, value: Any, where: str = "") -> None:
+    if key == "betas":
+        valid = len(value) == 2 and all(0.0 <= beta < 1.0 for beta in value)
+        accepted = "two numbers from 0 up to, not including, 1"
+    else:
+        valid = math.isfinite(value) and value >= 0.0
+        accepted = "a finite number of at least 0"
+    if not valid:
+        raise ValueError(f"{key} must be {accepted}, got {value!r}{where} (refuse.hyperparameter)")

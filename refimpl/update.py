@@ -1,0 +1,135 @@
+"""The precision rule, the state of one shard, and the only calls of bitsandbytes' kernels.
+
+Nothing here does arithmetic of its own: `optimizer_update_8bit_blockwise` and
+`optimizer_update_32bit` are the functions that native `bitsandbytes.optim.AdamW8bit` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import bitsandbytes.functional as F
+import torch
+from torch import Tensor
+
+from .layout import BLOCK_SIZE, ShardPlan
+
+CPU_TILE = 256 * BLOCK_SIZE
+"""Elements per kernel call on CPU. The CPU kernels make about ten temporaries as long as their
+input: in pieces of whole blocks that fit the cache they give the same bits sooner."""
+GPU_TILE = 2**30
+"""Elements per kernel call elsewhere: the CUDA kernels take the count as a 32-bit integer."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What one kernel call needs besides tensors and the step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def is_state_8bit(numel: int, min_8bit_size: int, optim_bits: int = 8) -> bool:
+    """Rule `precision.original-size`: 8-bit iff the ORIGINAL parameter has `min_8bit_size` elements.
+
+    The same comparison as upstream (`Optimizer2State.init_state`), which applies it to the
+    tensor it is handed.
+    """
+    return optim_bits == 8 and numel >= min_8bit_size
+
+
+def new_state(plan: ShardPlan, device: torch.device) -> dict[str, Tensor]:
+    """Zero state for one shard: codes and absmax of 8-bit segments, moments of FP32 segments.
+
+    `codes1`/`codes2` are uint8 of `plan.codes`, `absmax1`/`absmax2` float32 of `plan.blocks`,
+    `moments1`/`moments2` float32 of `plan.floats` elements, each in shard order.
+    """
+    sizes = {"codes": plan.codes, "absmax": plan.blocks, "moments": plan.floats}
+    return {
+        f"{name}{moment}": torch.zeros(
+            size, dtype=torch.uint8 if name == "codes" else torch.float32, device=device
+        )
+        for name, size in sizes.items()
+        for moment in (1, 2)
+    }
+
+
+def update_8bit(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    step: int,
+    hyper: Hyperparameters,
+) -> None:
+    """One AdamW update of flat `param`, whose element 0 begins a block, with 8-bit state.
+
+    `state` holds `codes1`, `codes2` as long as `param`, and `absmax1`, `absmax2` with one element a block.
+    `step` counts from 1.
+    """
+    signed, unsigned = code_tables(param.device)
+    tile = CPU_TILE if param.device.type == "cpu" else GPU_TILE
+    for start in range(0, param.numel(), tile):
+        elements = slice(start, start + tile)
+        blocks = slice(start // BLOCK_SIZE, (start + tile) // BLOCK_SIZE)
+        F.optimizer_update_8bit_blockwise(
+            "adam",
+            grad[elements],
+            param[elements],
+            state["codes1"][elements],
+            state["codes2"][elements],
+            hyper.beta1,
+            hyper.beta2,
+            0.0,  # beta3 and alpha belong to AdEMAMix
+            0.0,
+            hyper.eps,
+            step,
+            hyper.lr,
+            signed,
+            unsigned,
+            state["absmax1"][blocks],
+            state["absmax2"][blocks],
+            hyper.weight_decay,
+        )
+
+
+def update_32bit(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    step: int,
+    hyper: Hyperparameters,
+) -> None:
+    """One AdamW update of flat `param` with FP32 `moments1` and `moments2` as long as it."""
+    tile = CPU_TILE if param.device.type == "cpu" else GPU_TILE
+    for start in range(0, param.numel(), tile):
+        elements = slice(start, start + tile)
+        F.optimizer_update_32bit(
+            "adam",
+            grad[elements],
+            param[elements],
+            state["moments1"][elements],
+            hyper.beta1,
+            hyper.eps,
+            step,
+            hyper.lr,
+            state["moments2"][elements],
+            hyper.beta2,
+            weight_decay=hyper.weight_decay,
+        )
+
+
+@cache
+def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The 256 values that a uint8 code of the first (signed) and second moment stands for.
+
+    One pair a device, shared by every optimizer: they are constants.
+    """
+    signed: Any = F.create_dynamic_map(signed=True)
+    unsigned: Any = F.create_dynamic_map(signed=False)
+    return signed.to(device), unsigned.to(device)
