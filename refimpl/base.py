@@ -88,7 +88,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
                 _check_override(pattern, key, value)
         self._layouts = layouts or {}
         self._settings: dict[Tensor, TensorSettings] = {}
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         if self._layouts and not any(tensor in self._layouts for tensor in self._settings):
             raise ValueError(
@@ -109,8 +109,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         for key in ("optim_bits", "min_8bit_size"):
             if key in param_group:
                 raise ValueError(
-                    f"'{key}' has no effect in a param group: use overrides={{name: ...}}"
-                    " (refuse.override)"
+                    f"'{key}' has no effect in a param group: use overrides={{name: ...}} (refuse.override)"
                 )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -150,6 +149,25 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         self._update(problems)
         return loss
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole state of every original parameter: `{"state": {fqn: {...}}}`. Collective.
+
+        An entry has `step` (int) and `state1`, `state2` of the original shape: uint8 codes, with
+        `absmax1`, `absmax2` of ceil(numel / 256) elements beside them, or float32. A parameter that was
+        never updated has no entry.
+        """
+        state = {}
+        for tensor, settings in self._settings.items():
+            for index, param in enumerate(settings.layout.params):
+                entry = self._full_state(tensor, index)
+                if entry is not None:
+                    state[param.fqn] = entry
+        return {"state": state}
+
+    def _full_state(self, tensor: Tensor, index: int) -> dict[str, Any] | None:
+        """The whole state of original parameter `index` of `tensor`. Collective."""
+        raise NotImplementedError
+
     def _update(self, problems: dict[Tensor, str]) -> None:
         """Enter the collectives, raise if any rank has a problem, else update."""
         raise NotImplementedError
@@ -167,9 +185,8 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
     def _hyperparameters(self, group: Mapping[str, Any], index: int, tensor: Tensor) -> Hyperparameters:
         """Those of original parameter `index` of `tensor`: its group's, unless overridden by name."""
         values = {**group, **dict(self._settings[tensor].params[index].overrides)}
-        return Hyperparameters(
-            float(values["lr"]), *values["betas"], values["eps"], values["weight_decay"]
-        )
+        beta1, beta2 = values["betas"]
+        return Hyperparameters(float(values["lr"]), beta1, beta2, values["eps"], values["weight_decay"])
 
     def _resolve(self, tensor: Tensor, name: str) -> TensorSettings:
         """The layout of `tensor`, checked against it, and the settings of its parameters."""
@@ -260,8 +277,7 @@ def _gradient_problem(tensor: Tensor, name: str) -> str | None:
 def _check_override(pattern: str, key: str, value: Any) -> None:
     if key not in OVERRIDE_KEYS:
         raise ValueError(
-            f"the override '{pattern}' sets '{key}'; it may set {', '.join(OVERRIDE_KEYS)}"
-            " (refuse.override)"
+            f"the override '{pattern}' sets '{key}'; it may set {', '.join(OVERRIDE_KEYS)} (refuse.override)"
         )
     if key != "optim_bits":
         _check_hyperparameter(key, value, f" in the override '{pattern}'")

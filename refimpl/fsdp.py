@@ -107,9 +107,7 @@ def _read_params(prefix: str, flat_param: Any) -> tuple[OriginalParam, ...]:
     )
     params = []
     flat_start = 0
-    for numel, is_padding in zip(
-        flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True
-    ):
+    for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not is_padding:
             fqn, shape, stride, extension = next(fields)
             param = OriginalParam(_clean(prefix + fqn), tuple(shape), flat_start)

@@ -26,6 +26,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 BLOCK_SIZE = 256
@@ -42,10 +43,12 @@ class OriginalParam:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def flat_end(self) -> int:
+        """Where it ends in flat coordinates."""
         return self.flat_start + self.numel
 
 
@@ -64,6 +67,7 @@ class Segment:
 
     @property
     def shard_end(self) -> int:
+        """Where it ends in the rank's local tensor."""
         return self.shard_start + self.param_end - self.param_start
 
 
@@ -87,6 +91,7 @@ class CutBlock:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.param_end - self.param_start
 
 
@@ -120,7 +125,7 @@ class ShardLayout:
             covered = param.flat_end
         bounds = self.bounds
         ordered = isinstance(bounds, range) or all(
-            low <= high for low, high in zip(bounds, bounds[1:], strict=False)
+            low <= high for low, high in pairwise(bounds)
         )
         if len(bounds) < 2 or bounds[0] != 0 or not ordered:
             raise ValueError(f"bounds must start at 0 and never decrease, got {bounds}")
@@ -131,6 +136,7 @@ class ShardLayout:
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks share the tensor."""
         return len(self.bounds) - 1
 
     @property
@@ -214,6 +220,7 @@ class Run:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.end - self.start
 
 
@@ -256,9 +263,7 @@ class ShardPlan:
     floats: int
 
 
-def plan_shard(
-    layout: ShardLayout, is_8bit: Sequence[bool], share: Sequence[Hashable]
-) -> ShardPlan:
+def plan_shard(layout: ShardLayout, is_8bit: Sequence[bool], share: Sequence[Hashable]) -> ShardPlan:
     """Plan the update of this rank's shard.
 
     `is_8bit[i]` says whether parameter `i` has 8-bit state; two neighbours may be updated by one
@@ -297,9 +302,7 @@ def plan_shard(
         for cut in layout.cut_blocks_of(layout.rank)
         if is_8bit[cut.index]
     )
-    return ShardPlan(
-        tuple(merge_runs(runs, share)), cuts, tuple(state.values()), codes, blocks, floats
-    )
+    return ShardPlan(tuple(merge_runs(runs, share)), cuts, tuple(state.values()), codes, blocks, floats)
 
 
 def _block_start(position: int) -> int:

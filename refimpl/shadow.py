@@ -8,6 +8,7 @@ that of bitsandbytes draft PR #2081; the sharded twin is tested equal to it.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import bitsandbytes as bnb
@@ -49,10 +50,19 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
                 if tensor not in self._shadows:
                     self._shadows[tensor] = _Shadow(tensor, settings, self.min_8bit_size)
                 hypers = [
-                    self._hyperparameters(group, index, tensor)
-                    for index in range(len(settings.params))
+                    self._hyperparameters(group, index, tensor) for index in range(len(settings.params))
                 ]
                 self._shadows[tensor].step(tensor, gradient, settings.layout, hypers)
+
+    def _full_state(self, tensor: Tensor, index: int) -> dict[str, Any] | None:
+        if tensor not in self._shadows:
+            return None
+        state = self._shadows[tensor].state(index)
+        return {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+            if not key.startswith("qmap")
+        }
 
 
 class _Shadow:
@@ -77,9 +87,12 @@ class _Shadow:
             ]
             if groups:
                 self.native.append(optimizer(groups, min_8bit_size=min_8bit_size))
-        self.groups = {
-            group["params"][0]: group for native in self.native for group in native.param_groups
-        }
+        self.groups = {group["params"][0]: group for native in self.native for group in native.param_groups}
+
+    def state(self, index: int) -> dict[str, Any]:
+        """The native state of original parameter `index`."""
+        shadow = self.params[index]
+        return next(native.state[shadow] for native in self.native if shadow in native.state)
 
     def step(
         self, tensor: Tensor, gradient: Tensor, layout: ShardLayout, hypers: list[Hyperparameters]
@@ -110,14 +123,12 @@ class _Shadow:
             shadow.grad = None
 
 
-def _gather_gradient(
-    tensor: Tensor, layout: ShardLayout, status: int
-) -> tuple[Tensor, dict[int, int]]:
+def _gather_gradient(tensor: Tensor, layout: ShardLayout, status: int) -> tuple[Tensor, dict[int, int]]:
     """The gradient of all of flat coordinates, and the status of every rank that holds a segment.
 
     Entered whatever the status (rule `collective.unconditional`): a rank without a gradient sends zeros.
     """
-    numels = [high - low for low, high in zip(layout.bounds, layout.bounds[1:], strict=False)]
+    numels = [high - low for low, high in pairwise(layout.bounds)]
     message = torch.zeros(1 + max(numels), dtype=tensor.dtype, device=tensor.device)
     message[0] = status
     if status == GRADIENT and tensor.grad is not None:
@@ -127,7 +138,5 @@ def _gather_gradient(
         messages = [torch.empty_like(message) for _ in range(layout.num_ranks)]
         dist.all_gather(messages, message, group=layout.process_group)
     flat = torch.cat([row[1 : 1 + numel] for row, numel in zip(messages, numels, strict=True)])
-    statuses = {
-        rank: int(row[0]) for rank, row in enumerate(messages) if any(layout.segments_of(rank))
-    }
+    statuses = {rank: int(row[0]) for rank, row in enumerate(messages) if any(layout.segments_of(rank))}
     return flat, statuses

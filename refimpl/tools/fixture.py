@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -33,17 +32,34 @@ class Holder(nn.Module):
 
 
 class Model(nn.Module):
-    """One `Holder` a name, in the order of `shapes`; parameter FQNs are `NAME.weight`."""
+    """One `Holder` a name, in the order of `shapes`; parameter FQNs are `NAME.weight`.
+
+    A dotted name, `block.a`, puts holder `a` into a submodule `block`, which is a `Model` too.
+    """
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        for name, shape in shapes.items():
-            self.add_module(name, Holder(start_value(shape).to(dtype)))
+        for name, inner in _by_child(shapes).items():
+            shape = inner.get("")
+            child = Model(inner, dtype) if shape is None else Holder(start_value(shape).to(dtype))
+            self.add_module(name, child)
 
     def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The loss whose gradient at `NAME.weight` is `gradients[NAME]`; other units stay unused."""
-        parts = [self.get_submodule(name)(gradient) for name, gradient in gradients.items()]
+        """The loss whose gradient at `NAME.weight` is `gradients[NAME]`; other children stay unused."""
+        parts = []
+        for name, inner in _by_child(gradients).items():
+            child = self.get_submodule(name)
+            parts.append(child(inner.get("", inner)))
         return torch.stack(parts).sum()
+
+
+def _by_child(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`{"block.a": v}` -> `{"block": {"a": v}}`, and `{"a": v}` -> `{"a": {"": v}}`."""
+    children: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        child, _, rest = name.partition(".")
+        children.setdefault(child, {})[rest] = value
+    return children
 
 
 def start_value(shape: Sequence[int]) -> Tensor:
@@ -68,8 +84,7 @@ def gradient(shape: Sequence[int], position: int, step: int, bits: int = 12) -> 
 def gradients(shapes: Shapes, step: int, bits: int = 12) -> dict[str, Tensor]:
     """`gradient` of every parameter of a model of `shapes`."""
     return {
-        name: gradient(shape, position, step, bits)
-        for position, (name, shape) in enumerate(shapes.items())
+        name: gradient(shape, position, step, bits) for position, (name, shape) in enumerate(shapes.items())
     }
 
 
@@ -92,9 +107,9 @@ def wrap(
     return FSDP(model, **options)
 
 
-def full_parameters(model: FSDP) -> dict[str, Tensor]:
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The whole value of every original parameter by FQN, as FSDP itself puts it together."""
-    with FSDP.summon_full_params(model, writeback=False):
+    with FSDP.summon_full_params(model, writeback=False):  # does nothing to an unwrapped model
         return {
             name.replace("_fsdp_wrapped_module.", ""): param.detach().cpu().clone()
             for name, param in model.named_parameters()

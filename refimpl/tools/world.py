@@ -44,7 +44,7 @@ class RankError(RuntimeError):
     """A rank raised or died. The message holds that rank's own traceback and its last output."""
 
 
-class RankTimeout(RankError):
+class RankTimeoutError(RankError):
     """A call did not end in time. The message says where each rank stood."""
 
 
@@ -96,7 +96,7 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; the results in rank order.
 
-        Raises `RankError` if a rank raises or dies, `RankTimeout` if the call takes too long.
+        Raises `RankError` if a rank raises or dies, `RankTimeoutError` if the call takes too long.
         """
         if self._ranks is None:
             self._ranks = _Ranks(self.size, self.device, self.timeout)
@@ -155,9 +155,7 @@ class _Ranks:
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while len(results) + len(errors) < len(self.pipes):
-            pending = [
-                rank for rank in range(len(self.pipes)) if rank not in results and rank not in errors
-            ]
+            pending = [rank for rank in range(len(self.pipes)) if rank not in results and rank not in errors]
             ready = connection.wait(
                 [self.pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic())
             )
@@ -172,7 +170,7 @@ class _Ranks:
             raise RankError(self._blame(errors))
         if len(results) < len(self.pipes):
             waiting = [rank for rank in range(len(self.pipes)) if rank not in results]
-            raise RankTimeout(self._where(waiting, timeout))
+            raise RankTimeoutError(self._where(waiting, timeout))
         return [results[rank] for rank in range(len(self.pipes))]
 
     def _receive(self, rank: int, results: dict[int, Any], errors: dict[int, str]) -> None:
@@ -187,9 +185,7 @@ class _Ranks:
         (results if succeeded else errors)[rank] = value
 
     def _blame(self, errors: dict[int, str]) -> str:
-        secondary = {
-            rank: any(sign in error for sign in SECONDARY) for rank, error in errors.items()
-        }
+        secondary = {rank: any(sign in error for sign in SECONDARY) for rank, error in errors.items()}
         rank = min(errors, key=lambda rank: (secondary[rank], rank))
         others = [other for other in sorted(errors) if other != rank]
         also = f" (ranks {others} failed too)" if others else ""

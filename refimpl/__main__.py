@@ -1,0 +1,98 @@
+"""The command line: `python -m refimpl reproduce`, alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .tools import reproduce
+from .tools.world import World, choose_device, leave
+
+
+class UsageError(Exception):
+    """Something the caller asked for cannot be had: one line, exit status 2."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 if all is as it should be, 1 if not, 2 for bad usage."""
+    parser = argparse.ArgumentParser(prog="refimpl", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("reproduce", help="show the fault of bitsandbytes #2080 and its repair")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument("--ranks", type=int, help="ranks to start when not under torchrun (default 2)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    options = parser.parse_args(arguments)
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    try:
+        status = _reproduce_as_rank(options) if under_torchrun else _reproduce(options)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"refimpl {options.command}: {error}", file=sys.stderr)
+        return 2
+    if under_torchrun:
+        leave(status)
+    return status
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    """Start the ranks ourselves."""
+    size = 2 if options.ranks is None else options.ranks
+    device = _check(options, size)
+    with World(size, device=device) as world:
+        return _show(world.run(reproduce.report)[0], options.json)
+
+
+def _reproduce_as_rank(options: argparse.Namespace) -> int:
+    """Be one of the ranks that torchrun has started."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if options.ranks not in (None, size):
+        raise UsageError(f"--ranks {options.ranks} contradicts torchrun, which started {size}")
+    device = _check(options, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    if size < 2:
+        raise UsageError(_too_few(size))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5))
+    result = reproduce.report()
+    return _show(result, options.json) if rank == 0 else 0
+
+
+def _check(options: argparse.Namespace, local_size: int) -> str:
+    """Find out what cannot work before any rank starts. The device to use."""
+    if local_size < 2 and "WORLD_SIZE" not in os.environ:
+        raise UsageError(_too_few(local_size))
+    try:
+        device = choose_device(local_size, options.device)
+    except ValueError as error:
+        raise UsageError(error) from None
+    if options.json is not None and os.environ.get("RANK", "0") == "0":
+        try:
+            with open(options.json, "a"):
+                pass
+        except OSError as error:
+            raise UsageError(f"cannot write {options.json}: {error.strerror}") from None
+    return device
+
+
+def _too_few(size: int) -> str:
+    return f"needs at least 2 ranks, got {size}: with one, FSDP1 does not shard (NO_SHARD)"
+
+
+def _show(result: dict[str, Any], path: Path | None) -> int:
+    print(reproduce.render(result))
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if reproduce.is_as_expected(result) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
