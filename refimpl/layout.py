@@ -124,9 +124,7 @@ class ShardLayout:
                 )
             covered = param.flat_end
         bounds = self.bounds
-        ordered = isinstance(bounds, range) or all(
-            low <= high for low, high in pairwise(bounds)
-        )
+        ordered = isinstance(bounds, range) or all(low <= high for low, high in pairwise(bounds))
         if len(bounds) < 2 or bounds[0] != 0 or not ordered:
             raise ValueError(f"bounds must start at 0 and never decrease, got {bounds}")
         if bounds[-1] < covered:
