@@ -16,5 +16,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
 
 from .fsdp import read_layouts  # noqa: E402
 from .shadow import ShadowAdamW8bit  # noqa: E402
+from .sharded import ShardedAdamW8bit  # noqa: E402
 
-__all__ = ["ShadowAdamW8bit", "read_layouts"]
+__all__ = ["ShadowAdamW8bit", "ShardedAdamW8bit", "read_layouts"]

@@ -39,6 +39,11 @@ class TensorSettings:
     layout: ShardLayout
     params: tuple[ParamSettings, ...]
 
+    @property
+    def is_8bit(self) -> list[bool]:
+        """Which of the parameters have 8-bit state."""
+        return [param.is_8bit for param in self.params]
+
 
 class OriginalParamAdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit state that follows the ORIGINAL parameters. Use one of the two subclasses.
@@ -141,12 +146,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        problems = {
-            tensor: problem
-            for tensor in self._settings
-            if (problem := _gradient_problem(tensor, self._name(tensor))) is not None
-        }
-        self._update(problems)
+        self._update()
         return loss
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -168,9 +168,25 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         """The whole state of original parameter `index` of `tensor`. Collective."""
         raise NotImplementedError
 
-    def _update(self, problems: dict[Tensor, str]) -> None:
+    def _update(self) -> None:
         """Enter the collectives, raise if any rank has a problem, else update."""
         raise NotImplementedError
+
+    def _takes_part(self, tensor: Tensor) -> bool:
+        """Whether `tensor` may be updated: the same on every rank that shares it.
+
+        A frozen parameter has nothing to exchange. Where nothing is shared, a gradient is
+        reason enough, as in any optimizer.
+        """
+        return tensor.requires_grad or self._settings[tensor].layout.num_ranks == 1
+
+    def _problems(self) -> dict[Tensor, str]:
+        """The gradients of this rank that cannot be used, and why."""
+        return {
+            tensor: problem
+            for tensor in self._settings
+            if (problem := _gradient_problem(tensor, self._name(tensor))) is not None
+        }
 
     def _status(self, tensor: Tensor, problems: Mapping[Tensor, str]) -> int:
         if tensor in problems:
@@ -182,11 +198,13 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         more = f" and {len(params) - 1} more in its flat parameter" if len(params) > 1 else ""
         return f"'{params[0].fqn}'{more}"
 
-    def _hyperparameters(self, group: Mapping[str, Any], index: int, tensor: Tensor) -> Hyperparameters:
-        """Those of original parameter `index` of `tensor`: its group's, unless overridden by name."""
-        values = {**group, **dict(self._settings[tensor].params[index].overrides)}
-        beta1, beta2 = values["betas"]
-        return Hyperparameters(float(values["lr"]), beta1, beta2, values["eps"], values["weight_decay"])
+    def _hyperparameters(self, group: Mapping[str, Any], tensor: Tensor) -> list[Hyperparameters]:
+        """Those of each original parameter of `tensor`: its group's, unless overridden by name."""
+        plain = _hyperparameters(group)
+        return [
+            _hyperparameters({**group, **dict(param.overrides)}) if param.overrides else plain
+            for param in self._settings[tensor].params
+        ]
 
     def _resolve(self, tensor: Tensor, name: str) -> TensorSettings:
         """The layout of `tensor`, checked against it, and the settings of its parameters."""
@@ -272,6 +290,11 @@ def _gradient_problem(tensor: Tensor, name: str) -> str | None:
             " backward before step() outside no_sync() (refuse.unsharded-gradient)"
         )
     return None
+
+
+def _hyperparameters(values: Mapping[str, Any]) -> Hyperparameters:
+    beta1, beta2 = values["betas"]
+    return Hyperparameters(float(values["lr"]), beta1, beta2, values["eps"], values["weight_decay"])
 
 
 def _check_override(pattern: str, key: str, value: Any) -> None:

@@ -79,6 +79,11 @@ class Piece:
     param_start: int
     param_end: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.param_end - self.param_start
+
 
 @dataclass(frozen=True)
 class CutBlock:
@@ -198,6 +203,16 @@ class ShardLayout:
                 continue  # a shard shorter than a block: both of its bounds cut the same one
             cuts.append(CutBlock(index, start, end, self.pieces(index, start, end)))
         return tuple(cuts)
+
+    def any_cut(self, is_8bit: Sequence[bool]) -> bool:
+        """Whether any bound cuts a block of a parameter with `is_8bit`, on whatever rank."""
+        for bound in self.bounds[1:-1]:
+            index = bisect_right(self.params, bound, key=lambda param: param.flat_start) - 1
+            if index >= 0 and is_8bit[index]:
+                param = self.params[index]
+                if bound < param.flat_end and (bound - param.flat_start) % BLOCK_SIZE:
+                    return True
+        return False
 
 
 @dataclass(frozen=True)

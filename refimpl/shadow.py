@@ -31,28 +31,26 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
         self._shadows: dict[Tensor, _Shadow] = {}
         super().__init__(*args, **kwargs)
 
-    def _update(self, problems: dict[Tensor, str]) -> None:
+    def _update(self) -> None:
+        problems = self._problems()
         gathered = {
             tensor: _gather_gradient(tensor, settings.layout, self._status(tensor, problems))
             for tensor, settings in self._settings.items()
-            if tensor.requires_grad
+            if self._takes_part(tensor)
         }
         for tensor, (_, statuses) in gathered.items():
             raise_refusals(self._name(tensor), statuses, problems.get(tensor))
         for group in self.param_groups:
             for tensor in group["params"]:
-                if tensor not in gathered:
-                    continue
-                gradient, statuses = gathered[tensor]
+                gradient, statuses = gathered.get(tensor, (tensor, {}))
                 if GRADIENT not in statuses.values():
                     continue
                 settings = self._settings[tensor]
                 if tensor not in self._shadows:
                     self._shadows[tensor] = _Shadow(tensor, settings, self.min_8bit_size)
-                hypers = [
-                    self._hyperparameters(group, index, tensor) for index in range(len(settings.params))
-                ]
-                self._shadows[tensor].step(tensor, gradient, settings.layout, hypers)
+                self._shadows[tensor].step(
+                    tensor, gradient, settings.layout, self._hyperparameters(group, tensor)
+                )
 
     def _full_state(self, tensor: Tensor, index: int) -> dict[str, Any] | None:
         if tensor not in self._shadows:

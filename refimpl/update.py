@@ -15,7 +15,7 @@ import bitsandbytes.functional as F
 import torch
 from torch import Tensor
 
-from .layout import BLOCK_SIZE, ShardPlan
+from .layout import BLOCK_SIZE, Run, ShardPlan
 
 CPU_TILE = 256 * BLOCK_SIZE
 """Elements per kernel call on CPU. The CPU kernels make about ten temporaries as long as their
@@ -60,68 +60,83 @@ def new_state(plan: ShardPlan, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def update_8bit(
+def update_run(
+    run: Run,
     param: Tensor,
     grad: Tensor,
-    state: Mapping[str, Tensor],
-    step: int,
+    state: Mapping[str, Any],
     hyper: Hyperparameters,
+    step: int,
 ) -> None:
-    """One AdamW update of flat `param`, whose element 0 begins a block, with 8-bit state.
+    """One AdamW update of `param[run.start:run.end]`, in place, by native kernels.
 
-    `state` holds `codes1`, `codes2` as long as `param`, and `absmax1`, `absmax2` with one element a block.
-    `step` counts from 1.
+    `param` and `grad` are flat, of one dtype, on one device; `state` is as from `new_state`. `step`
+    counts from 1. Where state is 8-bit, `run.start` begins a block.
     """
-    signed, unsigned = code_tables(param.device)
     tile = CPU_TILE if param.device.type == "cpu" else GPU_TILE
-    for start in range(0, param.numel(), tile):
-        elements = slice(start, start + tile)
-        blocks = slice(start // BLOCK_SIZE, (start + tile) // BLOCK_SIZE)
-        F.optimizer_update_8bit_blockwise(
-            "adam",
-            grad[elements],
-            param[elements],
-            state["codes1"][elements],
-            state["codes2"][elements],
-            hyper.beta1,
-            hyper.beta2,
-            0.0,  # beta3 and alpha belong to AdEMAMix
-            0.0,
-            hyper.eps,
-            step,
-            hyper.lr,
-            signed,
-            unsigned,
-            state["absmax1"][blocks],
-            state["absmax2"][blocks],
-            hyper.weight_decay,
-        )
+    update = _update_8bit if run.is_8bit else _update_32bit
+    for offset in range(0, run.numel, tile):
+        numel = min(tile, run.numel - offset)
+        here = slice(run.start + offset, run.start + offset + numel)
+        in_state = slice(run.state_start + offset, run.state_start + offset + numel)
+        first_block = run.block_start + offset // BLOCK_SIZE
+        blocks = slice(first_block, first_block - (-numel // BLOCK_SIZE))
+        update(param[here], grad[here], state, in_state, blocks, hyper, step)
 
 
-def update_32bit(
+def _update_8bit(
     param: Tensor,
     grad: Tensor,
-    state: Mapping[str, Tensor],
-    step: int,
+    state: Mapping[str, Any],
+    elements: slice,
+    blocks: slice,
     hyper: Hyperparameters,
+    step: int,
 ) -> None:
-    """One AdamW update of flat `param` with FP32 `moments1` and `moments2` as long as it."""
-    tile = CPU_TILE if param.device.type == "cpu" else GPU_TILE
-    for start in range(0, param.numel(), tile):
-        elements = slice(start, start + tile)
-        F.optimizer_update_32bit(
-            "adam",
-            grad[elements],
-            param[elements],
-            state["moments1"][elements],
-            hyper.beta1,
-            hyper.eps,
-            step,
-            hyper.lr,
-            state["moments2"][elements],
-            hyper.beta2,
-            weight_decay=hyper.weight_decay,
-        )
+    signed, unsigned = code_tables(param.device)
+    F.optimizer_update_8bit_blockwise(
+        "adam",
+        grad,
+        param,
+        state["codes1"][elements],
+        state["codes2"][elements],
+        hyper.beta1,
+        hyper.beta2,
+        0.0,  # beta3 and alpha belong to AdEMAMix
+        0.0,
+        hyper.eps,
+        step,
+        hyper.lr,
+        signed,
+        unsigned,
+        state["absmax1"][blocks],
+        state["absmax2"][blocks],
+        hyper.weight_decay,
+    )
+
+
+def _update_32bit(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Any],
+    elements: slice,
+    _: slice,
+    hyper: Hyperparameters,
+    step: int,
+) -> None:
+    F.optimizer_update_32bit(
+        "adam",
+        grad,
+        param,
+        state["moments1"][elements],
+        hyper.beta1,
+        hyper.eps,
+        step,
+        hyper.lr,
+        state["moments2"][elements],
+        hyper.beta2,
+        weight_decay=hyper.weight_decay,
+    )
 
 
 @cache
@@ -130,6 +145,6 @@ def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
     One pair a device, shared by every optimizer: they are constants.
     """
-    signed: Any = F.create_dynamic_map(signed=True)
-    unsigned: Any = F.create_dynamic_map(signed=False)
+    signed = F.create_dynamic_map(signed=True)
+    unsigned = F.create_dynamic_map(signed=False)
     return signed.to(device), unsigned.to(device)

@@ -1,0 +1,228 @@
+"""The sharded repair: each rank keeps the state of its own segments, and of the blocks it shares.
+
+A step, on one rank:
+
+1. Cut blocks lack a few gradient elements. One `all_to_all_single` brings them (`edges`).
+2. Uncut blocks lie in the shard as they lie in the original parameters. Native kernels update
+   them in place: views, no copies, a run of neighbouring parameters a call (`layout.plan_shard`).
+3. Cut blocks, at most two a unit, are made whole side by side in a scratch buffer and
+   updated there. Every rank that shares a block computes the same state from the same inputs and
+   keeps it, and writes back only the parameter elements that it holds.
+
+That is all, because state depends on gradients alone, and each parameter element's update on
+no other element: no parameter values travel, no state travels, and no block has an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import GRADIENT, OriginalParamAdamW8bit, raise_refusals
+from .edges import Edge, EdgeExchange, copy_all, flat
+from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, merge_runs, plan_shard
+from .update import Hyperparameters, new_state, update_run
+
+Update = tuple[Hyperparameters, int]
+"""What a kernel call needs besides tensors: hyperparameters, and the step counted from 1."""
+
+
+class ShardedAdamW8bit(OriginalParamAdamW8bit):
+    """AdamW8bit whose state follows the original parameters and is sharded with them.
+
+    Constructor, `step` and errors: see `OriginalParamAdamW8bit`.
+
+    `state[tensor]` is this rank's state, in shard order (see `update.new_state`), and
+    `steps`: how often each original parameter of the tensor has been updated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._plans: dict[Tensor, ShardPlan] = {}
+        self._planned_for: list[int] | None = None
+        self._exchanges: list[EdgeExchange] = []
+        self._cut_blocks: list[_CutBlocks] = []
+        super().__init__(*args, **kwargs)
+
+    def _update(self) -> None:
+        outgoing = self.outgoing_edges()
+        self.step_with_edges(
+            [exchange.exchange(buffer) for exchange, buffer in zip(self._exchanges, outgoing, strict=True)]
+        )
+
+    @torch.no_grad()
+    def outgoing_edges(self) -> list[Tensor]:
+        """The edge gradients that this rank owes to others: a buffer for each process group."""
+        self._plan()
+        problems = self._problems()
+        statuses = {tensor: self._status(tensor, problems) for tensor in self._plans}
+        gradients = {tensor: flat(tensor.grad) for tensor, status in statuses.items() if status == GRADIENT}
+        return [exchange.pack(gradients, statuses) for exchange in self._exchanges]
+
+    @torch.no_grad()
+    def step_with_edges(self, incoming: Sequence[Tensor]) -> None:
+        """The rest of `step`, given what the other ranks owe to this one. Communicates nothing.
+
+        `step` is `outgoing_edges`, an exchange, and this; apart they let one process play any
+        number of ranks.
+        """
+        self._refuse(incoming)
+        updates: dict[Tensor, list[Update]] = {}
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None and tensor in self._plans:
+                    updates[tensor] = self._count_step(group, tensor)
+        for tensor, each in updates.items():
+            param, grad = flat(tensor), flat(tensor.grad)
+            for run in self._plans[tensor].runs:
+                update_run(run, param, grad, self.state[tensor], *each[run.index])
+        received: dict[Edge, list[tuple[Piece, Tensor]]] = {}
+        for exchange, buffer in zip(self._exchanges, incoming, strict=True):
+            for edge, piece, gradient in exchange.unpack(buffer):
+                received.setdefault(edge, []).append((piece, gradient))
+        for cut_blocks in self._cut_blocks:
+            cut_blocks.update(self.state, received, updates)
+
+    def _plan(self) -> None:
+        """Plan runs, cut blocks and exchanges: once, and again when parameters are frozen or thawed."""
+        taking_part = [tensor for tensor in self._settings if self._takes_part(tensor)]
+        if self._planned_for == [id(tensor) for tensor in taking_part]:
+            return
+        self._planned_for = [id(tensor) for tensor in taking_part]
+        self._plans = {tensor: self._plan_tensor(tensor) for tensor in taking_part}
+        groups: dict[Any, list[Tensor]] = {}
+        for tensor in taking_part:
+            layout = self._settings[tensor].layout
+            if layout.num_ranks > 1:
+                groups.setdefault(layout.process_group, []).append(tensor)
+        self._exchanges = [
+            self._plan_exchange(tensors)
+            for tensors in groups.values()
+            if any(
+                self._settings[tensor].layout.any_cut(self._settings[tensor].is_8bit) for tensor in tensors
+            )
+        ]
+        scratches: dict[Any, list[Edge]] = {}
+        for exchange in self._exchanges:
+            for edge in exchange.edges:
+                key = (edge.tensor.dtype, edge.tensor.device)
+                scratches.setdefault(key, []).append(edge)
+        self._cut_blocks = [_CutBlocks(edges) for edges in scratches.values()]
+
+    def _plan_tensor(self, tensor: Tensor) -> ShardPlan:
+        settings = self._settings[tensor]
+        steps = self.state[tensor].get("steps") or [0] * len(settings.params)
+        return plan_shard(
+            settings.layout,
+            settings.is_8bit,
+            [(param.overrides, step) for param, step in zip(settings.params, steps, strict=True)],
+        )
+
+    def _plan_exchange(self, tensors: Sequence[Tensor]) -> EdgeExchange:
+        return EdgeExchange(
+            [Edge(tensor, cut) for tensor in tensors for cut in self._plans[tensor].cuts],
+            self._settings[tensors[0]].layout,
+            reduce(torch.promote_types, [tensor.dtype for tensor in tensors]),
+            tensors[0].device,
+        )
+
+    def _refuse(self, incoming: Sequence[Tensor]) -> None:
+        """Raise, before anything is changed, if this rank or one that it shares a block with must."""
+        problems = self._problems()
+        for problem in problems.values():
+            raise RuntimeError(problem)
+        statuses: dict[Tensor, dict[int, int]] = {}
+        for exchange, buffer in zip(self._exchanges, incoming, strict=True):
+            for edge, rank, status in exchange.statuses(buffer):
+                own = {self._settings[edge.tensor].layout.rank: self._status(edge.tensor, problems)}
+                statuses.setdefault(edge.tensor, own)[rank] = status
+        for tensor, by_rank in statuses.items():
+            raise_refusals(self._name(tensor), by_rank, None)
+
+    def _count_step(self, group: Mapping[str, Any], tensor: Tensor) -> list[Update]:
+        """Begin the next update of `tensor`, its first if it has no state yet."""
+        state = self.state[tensor]
+        hypers = self._hyperparameters(group, tensor)
+        if not state:
+            state.update(new_state(self._plans[tensor], tensor.device), steps=[0] * len(hypers))
+        state["steps"] = [step + 1 for step in state["steps"]]
+        return list(zip(hypers, state["steps"], strict=True))
+
+
+class _CutBlocks:
+    """All cut blocks of one dtype on one device, whole, side by side in a scratch buffer.
+
+    Side by side they are like one parameter: neighbours that agree in hyperparameters and step
+    are updated by one call. Short blocks come last, since a call can only end with one.
+    """
+
+    def __init__(self, edges: Sequence[Edge]) -> None:
+        self.edges = sorted(edges, key=lambda edge: edge.cut.block.numel < BLOCK_SIZE)
+        self.runs: list[Run] = []
+        start = 0
+        for index, edge in enumerate(self.edges):
+            end = start + edge.cut.block.numel
+            self.runs.append(Run(index, True, start, end, start, index))
+            start = end
+        first = edges[0].tensor
+        plan = ShardPlan((), (), (), codes=start, blocks=len(self.edges), floats=0)
+        self.state = new_state(plan, first.device)
+        self.param = torch.zeros(start, dtype=first.dtype, device=first.device)
+        self.grad = torch.zeros_like(self.param)
+
+    def update(
+        self,
+        states: Mapping[Tensor, Mapping[str, Any]],
+        received: Mapping[Edge, Sequence[tuple[Piece, Tensor]]],
+        updates: Mapping[Tensor, list[Update]],
+    ) -> None:
+        """Update the cut blocks of every tensor in `updates`, and write back what this rank holds."""
+        runs = [run for run in self.runs if self.edges[run.index].tensor in updates]
+        kept = [pair for run in runs for pair in self._kept(run, states)]
+        lent = [pair for run in runs for pair in self._gradients(run, received)]
+        copy_all(kept + lent)
+        share = [
+            updates[edge.tensor][edge.cut.block.index] if edge.tensor in updates else None
+            for edge in self.edges
+        ]
+        for run in merge_runs(runs, share):
+            update = share[run.index]
+            assert update is not None
+            update_run(run, self.param, self.grad, self.state, *update)
+        copy_all([(outside, inside) for inside, outside in kept])
+
+    def _kept(self, run: Run, states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What goes into the scratch buffer and back, as (inside, outside): own parameter piece, state."""
+        edge = self.edges[run.index]
+        cut, state = edge.cut, states[edge.tensor]
+        yield (
+            self._piece(self.param, run, cut.own),
+            flat(edge.tensor)[cut.shard_start : cut.shard_start + cut.own.numel],
+        )
+        for name in ("codes1", "codes2"):
+            outside = state[name][cut.state_start : cut.state_start + run.numel]
+            yield self.state[name][run.start : run.end], outside
+        for name in ("absmax1", "absmax2"):
+            outside = state[name][cut.block_start : cut.block_start + 1]
+            yield self.state[name][run.block_start : run.block_start + 1], outside
+
+    def _gradients(
+        self, run: Run, received: Mapping[Edge, Sequence[tuple[Piece, Tensor]]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pieces of the block's gradient, as (inside, outside): own and received."""
+        edge = self.edges[run.index]
+        cut = edge.cut
+        assert edge.tensor.grad is not None
+        yield (
+            self._piece(self.grad, run, cut.own),
+            flat(edge.tensor.grad)[cut.shard_start : cut.shard_start + cut.own.numel],
+        )
+        for piece, gradient in received[edge]:
+            yield self._piece(self.grad, run, piece), gradient
+
+    def _piece(self, buffer: Tensor, run: Run, piece: Piece) -> Tensor:
+        start = run.start + piece.param_start - self.edges[run.index].cut.block.param_start
+        return buffer[start : start + piece.numel]
