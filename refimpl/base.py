@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import checkpoint
 from .fsdp import is_fsdp_parameter
 from .layout import OriginalParam, ShardLayout
 from .update import Hyperparameters, is_state_8bit
@@ -149,23 +150,21 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         self._update()
         return loss
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole state of every original parameter: `{"state": {fqn: {...}}}`. Collective.
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The whole state by name, see `checkpoint.full_state_dict`. Collective."""
+        return checkpoint.full_state_dict(self, rank0_only=rank0_only)
 
-        An entry has `step` (int) and `state1`, `state2` of the original shape: uint8 codes, with
-        `absmax1`, `absmax2` of ceil(numel / 256) elements beside them, or float32. A parameter that was
-        never updated has no entry.
-        """
-        state = {}
+    def layouts(self) -> Iterator[tuple[Tensor, ShardLayout, list[bool]]]:
+        """Every tensor, its layout, and which of its original parameters have 8-bit state."""
         for tensor, settings in self._settings.items():
-            for index, param in enumerate(settings.layout.params):
-                entry = self._full_state(tensor, index)
-                if entry is not None:
-                    state[param.fqn] = entry
-        return {"state": state}
+            yield tensor, settings.layout, settings.is_8bit
 
-    def _full_state(self, tensor: Tensor, index: int) -> dict[str, Any] | None:
-        """The whole state of original parameter `index` of `tensor`. Collective."""
+    def step_count(self, tensor: Tensor, index: int) -> int:
+        """How often this rank has updated original parameter `index` of `tensor`."""
+        raise NotImplementedError
+
+    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
+        """The state of elements `start..end` of original parameter `index`, in whole blocks."""
         raise NotImplementedError
 
     def _update(self) -> None:

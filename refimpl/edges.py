@@ -47,7 +47,7 @@ class EdgeExchange:
         edges: this rank's, in the order of the optimizer's tensors, which is the same on every rank.
         layout: of any tensor of the group: rank, number of ranks and process group are read from it.
         dtype: one that holds the gradients of all tensors of the group exactly; the same on every rank.
-        device: where the tensors live.
+        device: from where the group can send (`checkpoint.transport_device`).
     """
 
     def __init__(
@@ -70,8 +70,6 @@ class EdgeExchange:
                         self.received.append(Received(edge, piece, received + self.receive_sizes[-1]))
                         self.send_sizes[-1] += 1 + edge.cut.own.numel
                         self.receive_sizes[-1] += 1 + piece.numel
-        if self.group is not None and device.type == "cpu" and dist.get_backend(self.group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())  # CPUOffload: NCCL sends from a GPU
         self._outgoing = torch.zeros(sum(self.send_sizes), dtype=dtype, device=device)
 
     def pack(self, gradients: Mapping[Tensor, Tensor], statuses: Mapping[Tensor, int]) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .base import GRADIENT, OriginalParamAdamW8bit, TensorSettings, raise_refusals
-from .layout import ShardLayout
+from .layout import BLOCK_SIZE, ShardLayout
 from .update import Hyperparameters
 
 
@@ -52,15 +52,18 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
                     tensor, gradient, settings.layout, self._hyperparameters(group, tensor)
                 )
 
-    def _full_state(self, tensor: Tensor, index: int) -> dict[str, Any] | None:
-        if tensor not in self._shadows:
-            return None
+    def step_count(self, tensor: Tensor, index: int) -> int:
+        """How often original parameter `index` of `tensor` has been updated."""
+        return self._shadows[tensor].state(index)["step"] if tensor in self._shadows else 0
+
+    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
+        """The state of elements `start..end` of original parameter `index`: views, in whole blocks."""
         state = self._shadows[tensor].state(index)
-        return {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in state.items()
-            if not key.startswith("qmap")
-        }
+        blocks = slice(start // BLOCK_SIZE, -(-end // BLOCK_SIZE))
+        values = {name: state[name].view(-1)[start:end] for name in ("state1", "state2")}
+        if self._settings[tensor].is_8bit[index]:
+            values.update({name: state[name][blocks] for name in ("absmax1", "absmax2")})
+        return values
 
 
 class _Shadow:

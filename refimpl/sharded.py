@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .base import GRADIENT, OriginalParamAdamW8bit, raise_refusals
+from .checkpoint import transport_device
 from .edges import Edge, EdgeExchange, copy_all, flat
 from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, merge_runs, plan_shard
 from .update import Hyperparameters, new_state, update_run
@@ -126,7 +127,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
             [Edge(tensor, cut) for tensor in tensors for cut in self._plans[tensor].cuts],
             self._settings[tensors[0]].layout,
             reduce(torch.promote_types, [tensor.dtype for tensor in tensors]),
-            tensors[0].device,
+            transport_device(tensors[0], self._settings[tensors[0]].layout.process_group),
         )
 
     def _refuse(self, incoming: Sequence[Tensor]) -> None:
@@ -150,6 +151,28 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
             state.update(new_state(self._plans[tensor], tensor.device), steps=[0] * len(hypers))
         state["steps"] = [step + 1 for step in state["steps"]]
         return list(zip(hypers, state["steps"], strict=True))
+
+    def step_count(self, tensor: Tensor, index: int) -> int:
+        """How often this rank has updated original parameter `index` of `tensor`."""
+        state = self.state[tensor]
+        return state["steps"][index] if state else 0
+
+    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
+        """The state of elements `start..end` of original parameter `index`: views, in whole blocks."""
+        state = self.state[tensor]
+        segment = next(each for each in self._plans[tensor].state if each.index == index)
+        offset = start - segment.param_start
+        elements = slice(segment.state_start + offset, segment.state_start + end - segment.param_start)
+        if not segment.is_8bit:
+            return {"state1": state["moments1"][elements], "state2": state["moments2"][elements]}
+        first = segment.block_start + offset // BLOCK_SIZE
+        blocks = slice(first, first - (start - end) // BLOCK_SIZE)
+        return {
+            "state1": state["codes1"][elements],
+            "state2": state["codes2"][elements],
+            "absmax1": state["absmax1"][blocks],
+            "absmax2": state["absmax2"][blocks],
+        }
 
 
 class _CutBlocks:

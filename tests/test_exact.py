@@ -1,0 +1,200 @@
+"""Both twins equal native AdamW8bit on the unwrapped model, to the last bit, after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from against_native import TWINS, WRAPPINGS, Case, check, differences, native_run, wrapped_run
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from refimpl.tools.world import World
+
+GetWorld = Callable[[int], World]
+
+
+def zero_first_step(*names: str) -> Callable[[int, dict[str, Tensor]], dict[str, Tensor]]:
+    def change(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: g * (0.0 if k in names and step == 1 else 1.0) for k, g in grads.items()}
+
+    return change
+
+
+def zero_odd_rows(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    grads["emb"][1::2] = 0.0
+    return grads
+
+
+def start_at_zero(*names: str) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        for name in names:
+            nn.init.zeros_(model.get_submodule(name).weight)
+
+    return prepare
+
+
+LORA = {"A": (8, 520), "B": (520, 8), "bias": (520,), "A2": (4, 1000), "B2": (1000, 4)}
+STRADDLING = Case({"x": (3000,), "y": (96, 96), "z": (500,)})
+CASES = {
+    "precision flip": Case({**dict.fromkeys("abcd", (48, 48)), "e": (64, 128)}),
+    "aligned": Case({"a": (6, 1024)}),
+    "uneven, short last block": Case({"a": (101, 80)}),
+    "straddling": STRADDLING,
+    "threshold": Case({"p": (63, 65), "q": (64, 64), "r": (17, 241)}),
+    "LoRA": Case({**LORA, "base": (520, 520)}, frozen=("base",)),
+    "LoRA from zero": Case(
+        LORA, prepare=start_at_zero("B", "B2"), change_gradients=zero_first_step("A", "A2")
+    ),
+    "override": Case({"emb": (160, 64), "w": (100, 64)}, overrides={"emb.*": {"optim_bits": 32}}),
+    "zero rows": Case(
+        {"emb": (512, 10)},
+        steps=50,
+        change_gradients=zero_odd_rows,
+        hyper={"lr": 1e-3, "weight_decay": 0.0},
+    ),
+    "one-element parameters and short shards": Case(
+        {"a": (1,), "b": (5,), "c": (260,), "d": (1, 1)}, min_8bit_size=2
+    ),
+    "all 8-bit, odd sizes": Case(
+        {"a": (257,), "b": (1,), "c": (511,), "d": (256,), "e": (77, 13)}, min_8bit_size=1
+    ),
+    "all FP32": Case({"a": (257,), "b": (1,), "c": (77, 13)}),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_public_cases(name: str, size: int, world: GetWorld) -> None:
+    for wrapping, orig in WRAPPINGS:
+        check(world(size), CASES[name], wrapping, orig)
+
+
+def test_precision_by_original_size(world: GetWorld) -> None:
+    run = wrapped_run_states(world(2), CASES["threshold"], "coarse")
+    assert run == {"p.weight": torch.float32, "q.weight": torch.uint8, "r.weight": torch.uint8}
+
+
+def wrapped_run_states(world: World, case: Case, wrapping: str) -> dict[str, torch.dtype]:
+    found = world.run(wrapped_run, case, wrapping, False, "sharded")[0][-1]
+    return {name: entry["state1"].dtype for name, entry in found.items()}
+
+
+BLOCKS = Case(
+    {
+        "first.a": (300, 17),
+        "first.b": (700,),
+        "second.a": (50, 99),
+        "second.b": (3,),
+        "second.c": (6, 1024),
+        "tail": (4099,),
+    }
+)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+)
+@pytest.mark.parametrize("wrapping", ["coarse", ("first", "second"), "fine"], ids=str)
+@pytest.mark.parametrize("orig", [False, True])
+def test_strategies(
+    strategy: ShardingStrategy, wrapping: str, orig: bool, size: int, world: GetWorld
+) -> None:
+    check(world(size), BLOCKS, wrapping, orig, sharding_strategy=strategy)
+
+
+def hybrid_run(case: Case, wrapping: str, orig: bool, twin: str, strategy: ShardingStrategy) -> object:
+    """Two replicas of two shards; the ranks of a shard group are not neighbours."""
+    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
+    rank = dist.get_rank()
+    shard, replicate = groups[rank % 2, rank % 2 + 2], groups[rank - rank % 2, rank - rank % 2 + 1]
+    return wrapped_run(
+        case, wrapping, orig, twin, sharding_strategy=strategy, process_group=(shard, replicate)
+    )
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+@pytest.mark.parametrize("orig", [False, True])
+def test_hybrid(strategy: ShardingStrategy, orig: bool, world: GetWorld) -> None:
+    expected = native_run(BLOCKS)
+    for twin in TWINS:
+        for wrapping in ("coarse", "fine"):
+            for found in world(4).run(hybrid_run, BLOCKS, wrapping, orig, twin, strategy):
+                assert differences(found, expected) == []
+
+
+def subgroup_run(case: Case, orig: bool, twin: str) -> object:
+    """FSDP over ranks 2 and 1 of three, in this order; rank 0 has another group of its own."""
+    pair, single = dist.new_group([1, 2]), dist.new_group([0])
+    group = single if dist.get_rank() == 0 else pair
+    return wrapped_run(case, "coarse", orig, twin, process_group=group)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_process_group_that_is_not_the_default(orig: bool, world: GetWorld) -> None:
+    expected = native_run(STRADDLING)
+    for twin in TWINS:
+        for found in world(3).run(subgroup_run, STRADDLING, orig, twin):
+            assert differences(found, expected) == []
+
+
+def exact_in_half(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multiples of 2^-8 below 1: FSDP's divisions stay clear of float16's subnormal numbers."""
+    return {name: (grad * 2**14).round() * 2**-8 for name, grad in grads.items()}
+
+
+HALF = {
+    torch.bfloat16: Case(STRADDLING.shapes, dtype=torch.bfloat16, bits=5),
+    torch.float16: Case(STRADDLING.shapes, dtype=torch.float16, change_gradients=exact_in_half),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("wrapping", ["coarse", "fine"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_model_in_half_precision(
+    dtype: torch.dtype, wrapping: str, orig: bool, size: int, world: GetWorld
+) -> None:
+    check(world(size), HALF[dtype], wrapping, orig)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_mixed_precision(reduce_dtype: torch.dtype | None, orig: bool, size: int, world: GetWorld) -> None:
+    case = Case(BLOCKS.shapes, bits=5)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    check(world(size), case, ("first", "second"), orig, mixed_precision=mixed)
+
+
+def without_unused(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`b` is unused in step 2, `a` in steps 1 and 3."""
+    unused = {1: "a", 2: "b", 3: "a"}.get(step)
+    return {name: grad for name, grad in grads.items() if name != unused}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("orig", [False, True])
+def test_units_unused_in_an_iteration(orig: bool, size: int, world: GetWorld) -> None:
+    shapes = {"a": (5000,), "b": (70, 70), "c": (300,), "d": (4097,)}
+    check(world(size), Case(shapes, change_gradients=without_unused), "fine", orig)
+
+
+def tie(model: nn.Module) -> None:
+    model.head.weight = model.emb.weight
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("orig", [False, True])
+def test_tied_weights(orig: bool, size: int, world: GetWorld) -> None:
+    case = Case({"emb": (90, 70), "mid": (33,), "head": (90, 70)}, prepare=tie)
+    check(world(size), case, "coarse", orig)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_long_runs(orig: bool, world: GetWorld) -> None:
+    check(world(2), Case(STRADDLING.shapes, steps=100), "coarse", orig, ["sharded"])
