@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,6 +45,11 @@ class TensorSettings:
     def is_8bit(self) -> list[bool]:
         """Which of the parameters have 8-bit state."""
         return [param.is_8bit for param in self.params]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any rank's bound cuts a block of 8-bit state."""
+        return self.layout.any_cut(self.is_8bit)
 
 
 class OriginalParamAdamW8bit(torch.optim.Optimizer):
@@ -188,14 +194,12 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         }
 
     def _status(self, tensor: Tensor, problems: Mapping[Tensor, str]) -> int:
-        if tensor in problems:
+        if problems:  # with any gradient: whoever shares something with this rank must not go on
             return REFUSED
         return NO_GRADIENT if tensor.grad is None else GRADIENT
 
     def _name(self, tensor: Tensor) -> str:
-        params = self._settings[tensor].layout.params
-        more = f" and {len(params) - 1} more in its flat parameter" if len(params) > 1 else ""
-        return f"'{params[0].fqn}'{more}"
+        return _name(self._settings[tensor].layout)
 
     def _hyperparameters(self, group: Mapping[str, Any], tensor: Tensor) -> list[Hyperparameters]:
         """Those of each original parameter of `tensor`: its group's, unless overridden by name."""
@@ -221,12 +225,12 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
             layout = ShardLayout((whole,), (0, whole.numel))
         if layout.shard_numel != tensor.numel():
             raise ValueError(
-                f"the layout of '{layout.params[0].fqn}' has {layout.shard_numel} local elements but the"
+                f"the layout of {_name(layout)} has {layout.shard_numel} local elements but the"
                 f" tensor has {tensor.numel()}: read the layouts again, after wrapping (refuse.layout)"
             )
         if not tensor.is_contiguous():
             raise ValueError(
-                f"parameter '{layout.params[0].fqn}' has strides {tensor.stride()}: 8-bit blocks follow"
+                f"parameter {_name(layout)} has strides {tensor.stride()}: 8-bit blocks follow"
                 " row-major order, make it contiguous first (refuse.memory-order)"
             )
         return TensorSettings(layout, tuple(self._resolve_param(param) for param in layout.params))
@@ -253,15 +257,39 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         )
 
 
-def raise_refusals(name: str, statuses: Mapping[int, int], problem: str | None) -> None:
-    """Raise the same step on every rank that learns of it: `statuses` by rank, `problem` our own."""
-    if problem is not None:
-        raise RuntimeError(problem)
+def _name(layout: ShardLayout) -> str:
+    if not layout.params:
+        return "a tensor of padding alone"
+    more = f" and {len(layout.params) - 1} more in its flat parameter" if len(layout.params) > 1 else ""
+    return f"'{layout.params[0].fqn}'{more}"
+
+
+@contextmanager
+def explaining_failure(what: str) -> Iterator[None]:
+    """Say with a collective's failure, a timeout for one, what users have got wrong before."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: {error}\nAll ranks must call step(), or none. torch.amp.GradScaler may skip"
+            " it on one rank alone: use ShardedGradScaler from"
+            " torch.distributed.fsdp.sharded_grad_scaler"
+        ) from error
+
+
+def raise_own(problems: Mapping[Tensor, str]) -> None:
+    """Raise the first of this rank's problems, if it has any."""
+    if problems:
+        raise RuntimeError(next(iter(problems.values())))
+
+
+def raise_others(name: str, statuses: Mapping[int, int]) -> None:
+    """Raise if a rank that shares tensor `name` refuses, or some have a gradient and some have not."""
     refused = sorted(rank for rank, status in statuses.items() if status == REFUSED)
     if refused:
         raise RuntimeError(
-            f"rank {refused[0]} refused the gradient of {name}; its own error says why. No rank that"
-            " shares the parameter has changed anything"
+            f"rank {refused[0]} refused this step, its own error says why; this rank, which shares"
+            f" {name} with it, has changed nothing"
         )
     absent = sorted(rank for rank, status in statuses.items() if status == NO_GRADIENT)
     if absent and len(absent) < len(statuses):

@@ -119,7 +119,8 @@ def _broadcast(part: Mapping[str, Tensor], rank: int, group: Any, tensor: Tensor
     message = message.to(transport_device(tensor, group))
     dist.broadcast(message, dist.get_global_rank(group, rank), group=group)
     sizes = [part[name].numel() * part[name].element_size() for name in names]
-    for name, value in zip(names, message.cpu().split(sizes), strict=True):
+    parts = message.cpu().split(sizes)  # type: ignore[no-untyped-call]
+    for name, value in zip(names, parts, strict=True):
         part[name].copy_(value.view(part[name].dtype))
 
 

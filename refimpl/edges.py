@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .base import explaining_failure
 from .layout import CutRun, Piece, ShardLayout
 
 
@@ -71,6 +72,10 @@ class EdgeExchange:
                         self.send_sizes[-1] += 1 + edge.cut.own.numel
                         self.receive_sizes[-1] += 1 + piece.numel
         self._outgoing = torch.zeros(sum(self.send_sizes), dtype=dtype, device=device)
+        self._sent_at = torch.tensor([start for start, _ in self.sent], dtype=torch.long, device=device)
+        self._received_at = torch.tensor(
+            [each.start for each in self.received], dtype=torch.long, device=device
+        )
 
     def pack(self, gradients: Mapping[Tensor, Tensor], statuses: Mapping[Tensor, int]) -> Tensor:
         """The outgoing buffer, from flat gradients by tensor. What has none sends its status alone."""
@@ -82,11 +87,8 @@ class EdgeExchange:
                 target = buffer[start + 1 : start + 1 + cut.own.numel]
                 pairs.append((target, grad[cut.shard_start : cut.shard_start + cut.own.numel]))
         copy_all(pairs)
-        starts = [start for start, _ in self.sent]
         values = [statuses[edge.tensor] for _, edge in self.sent]
-        buffer[torch.tensor(starts, dtype=torch.long)] = torch.tensor(
-            values, dtype=buffer.dtype, device=buffer.device
-        )
+        buffer[self._sent_at] = torch.tensor(values, dtype=buffer.dtype, device=buffer.device)
         return buffer
 
     def exchange(self, outgoing: Tensor) -> Tensor:
@@ -97,14 +99,8 @@ class EdgeExchange:
                 " gradients: use outgoing_edges() and step_with_edges()"
             )
         incoming = torch.empty(sum(self.receive_sizes), dtype=outgoing.dtype, device=outgoing.device)
-        try:
+        with explaining_failure("the exchange of edge gradients"):
             dist.all_to_all_single(incoming, outgoing, self.receive_sizes, self.send_sizes, group=self.group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the exchange of edge gradients failed: {error}\nAll ranks must call step(), or none."
-                " torch.amp.GradScaler may skip it on one rank alone: use ShardedGradScaler from"
-                " torch.distributed.fsdp.sharded_grad_scaler"
-            ) from error
         return incoming
 
     def unpack(self, incoming: Tensor) -> Iterator[tuple[Edge, Piece, Tensor]]:
@@ -115,10 +111,10 @@ class EdgeExchange:
 
     def statuses(self, incoming: Tensor) -> list[tuple[Edge, int, int]]:
         """What the other ranks say, as (edge, rank, status). Synchronizes the device, once a step."""
-        starts = torch.tensor([each.start for each in self.received], dtype=torch.long)
+        values = incoming[self._received_at].tolist()
         return [
             (each.edge, each.piece.rank, int(status))
-            for each, status in zip(self.received, incoming[starts].tolist(), strict=True)
+            for each, status in zip(self.received, values, strict=True)
         ]
 
 
@@ -129,5 +125,11 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in row-major order: a view, unless a gradient is not contiguous."""
-    return tensor.detach().reshape(-1)
+    """All elements in row-major order: a view, as tensors in a layout are contiguous."""
+    return tensor.detach().view(-1)
+
+
+def flat_gradient(tensor: Tensor) -> Tensor:
+    """All elements of the gradient in row-major order: a view, unless it is not contiguous."""
+    assert tensor.grad is not None
+    return tensor.grad.detach().reshape(-1)

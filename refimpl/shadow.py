@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import GRADIENT, OriginalParamAdamW8bit, TensorSettings, raise_refusals
+from .base import (
+    GRADIENT,
+    OriginalParamAdamW8bit,
+    TensorSettings,
+    explaining_failure,
+    raise_others,
+    raise_own,
+)
 from .layout import BLOCK_SIZE, ShardLayout
 from .update import Hyperparameters
 
@@ -38,8 +45,9 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
             for tensor, settings in self._settings.items()
             if self._takes_part(tensor)
         }
+        raise_own(problems)
         for tensor, (_, statuses) in gathered.items():
-            raise_refusals(self._name(tensor), statuses, problems.get(tensor))
+            raise_others(self._name(tensor), statuses)
         for group in self.param_groups:
             for tensor in group["params"]:
                 gradient, statuses = gathered.get(tensor, (tensor, {}))
@@ -137,7 +145,8 @@ def _gather_gradient(tensor: Tensor, layout: ShardLayout, status: int) -> tuple[
     messages = [message]
     if layout.process_group is not None:
         messages = [torch.empty_like(message) for _ in range(layout.num_ranks)]
-        dist.all_gather(messages, message, group=layout.process_group)
+        with explaining_failure("the all-gather of gradients"):
+            dist.all_gather(messages, message, group=layout.process_group)
     flat = torch.cat([row[1 : 1 + numel] for row, numel in zip(messages, numels, strict=True)])
     statuses = {rank: int(row[0]) for rank, row in enumerate(messages) if any(layout.segments_of(rank))}
     return flat, statuses

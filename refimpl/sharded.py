@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import GRADIENT, OriginalParamAdamW8bit, raise_refusals
+from .base import GRADIENT, OriginalParamAdamW8bit, raise_others, raise_own
 from .checkpoint import transport_device
-from .edges import Edge, EdgeExchange, copy_all, flat
+from .edges import Edge, EdgeExchange, copy_all, flat, flat_gradient
 from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, merge_runs, plan_shard
 from .update import Hyperparameters, new_state, update_run
 
@@ -59,8 +59,10 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         """The edge gradients that this rank owes to others: a buffer for each process group."""
         self._plan()
         problems = self._problems()
-        statuses = {tensor: self._status(tensor, problems) for tensor in self._plans}
-        gradients = {tensor: flat(tensor.grad) for tensor, status in statuses.items() if status == GRADIENT}
+        statuses = {tensor: self._status(tensor, problems) for tensor in self._settings}
+        gradients = {
+            tensor: flat_gradient(tensor) for tensor, status in statuses.items() if status == GRADIENT
+        }
         return [exchange.pack(gradients, statuses) for exchange in self._exchanges]
 
     @torch.no_grad()
@@ -74,10 +76,10 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         updates: dict[Tensor, list[Update]] = {}
         for group in self.param_groups:
             for tensor in group["params"]:
-                if tensor.grad is not None and tensor in self._plans:
+                if tensor.grad is not None and self._takes_part(tensor):
                     updates[tensor] = self._count_step(group, tensor)
         for tensor, each in updates.items():
-            param, grad = flat(tensor), flat(tensor.grad)
+            param, grad = flat(tensor), flat_gradient(tensor)
             for run in self._plans[tensor].runs:
                 update_run(run, param, grad, self.state[tensor], *each[run.index])
         received: dict[Edge, list[tuple[Piece, Tensor]]] = {}
@@ -93,7 +95,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         if self._planned_for == [id(tensor) for tensor in taking_part]:
             return
         self._planned_for = [id(tensor) for tensor in taking_part]
-        self._plans = {tensor: self._plan_tensor(tensor) for tensor in taking_part}
+        self._plans = {tensor: self._plan_tensor(tensor) for tensor in self._settings}
         groups: dict[Any, list[Tensor]] = {}
         for tensor in taking_part:
             layout = self._settings[tensor].layout
@@ -102,9 +104,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         self._exchanges = [
             self._plan_exchange(tensors)
             for tensors in groups.values()
-            if any(
-                self._settings[tensor].layout.any_cut(self._settings[tensor].is_8bit) for tensor in tensors
-            )
+            if any(self._settings[tensor].is_cut for tensor in tensors)  # on whatever rank
         ]
         scratches: dict[Any, list[Edge]] = {}
         for exchange in self._exchanges:
@@ -115,12 +115,10 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
 
     def _plan_tensor(self, tensor: Tensor) -> ShardPlan:
         settings = self._settings[tensor]
-        steps = self.state[tensor].get("steps") or [0] * len(settings.params)
-        return plan_shard(
-            settings.layout,
-            settings.is_8bit,
-            [(param.overrides, step) for param, step in zip(settings.params, steps, strict=True)],
-        )
+        share = [
+            (param.overrides, self.step_count(tensor, index)) for index, param in enumerate(settings.params)
+        ]
+        return plan_shard(settings.layout, settings.is_8bit, share)
 
     def _plan_exchange(self, tensors: Sequence[Tensor]) -> EdgeExchange:
         return EdgeExchange(
@@ -133,15 +131,14 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
     def _refuse(self, incoming: Sequence[Tensor]) -> None:
         """Raise, before anything is changed, if this rank or one that it shares a block with must."""
         problems = self._problems()
-        for problem in problems.values():
-            raise RuntimeError(problem)
+        raise_own(problems)
         statuses: dict[Tensor, dict[int, int]] = {}
         for exchange, buffer in zip(self._exchanges, incoming, strict=True):
             for edge, rank, status in exchange.statuses(buffer):
-                own = {self._settings[edge.tensor].layout.rank: self._status(edge.tensor, problems)}
+                own = {edge.cut.own.rank: self._status(edge.tensor, problems)}
                 statuses.setdefault(edge.tensor, own)[rank] = status
         for tensor, by_rank in statuses.items():
-            raise_refusals(self._name(tensor), by_rank, None)
+            raise_others(self._name(tensor), by_rank)
 
     def _count_step(self, group: Mapping[str, Any], tensor: Tensor) -> list[Update]:
         """Begin the next update of `tensor`, its first if it has no state yet."""
@@ -154,8 +151,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
 
     def step_count(self, tensor: Tensor, index: int) -> int:
         """How often this rank has updated original parameter `index` of `tensor`."""
-        state = self.state[tensor]
-        return state["steps"][index] if state else 0
+        return self.state[tensor]["steps"][index] if tensor in self.state else 0
 
     def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
         """The state of elements `start..end` of original parameter `index`: views, in whole blocks."""
@@ -238,10 +234,9 @@ class _CutBlocks:
         """The pieces of the block's gradient, as (inside, outside): own and received."""
         edge = self.edges[run.index]
         cut = edge.cut
-        assert edge.tensor.grad is not None
         yield (
             self._piece(self.grad, run, cut.own),
-            flat(edge.tensor.grad)[cut.shard_start : cut.shard_start + cut.own.numel],
+            flat_gradient(edge.tensor)[cut.shard_start : cut.shard_start + cut.own.numel],
         )
         for piece, gradient in received[edge]:
             yield self._piece(self.grad, run, piece), gradient

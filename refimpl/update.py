@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .layout import BLOCK_SIZE, Run, ShardPlan
 
-CPU_TILE = 256 * BLOCK_SIZE
+CPU_TILE = 1024 * BLOCK_SIZE
 """Elements per kernel call on CPU. The CPU kernels make about ten temporaries as long as their
 input: in pieces of whole blocks that fit the cache they give the same bits sooner."""
 GPU_TILE = 2**30

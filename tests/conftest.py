@@ -7,9 +7,9 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores and up to four ranks
 
-import torch  # noqa: E402
+import torch
 
-from refimpl.tools.world import World  # noqa: E402
+from refimpl.tools.world import World
 
 torch.set_num_threads(1)
 

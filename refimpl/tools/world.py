@@ -293,7 +293,7 @@ class _CpuPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(5)
+            return obj.detach().cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
 
 
