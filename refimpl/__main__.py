@@ -1,4 +1,4 @@
-"""The command line: `python -m refimpl reproduce`, alone or under torchrun."""
+"""The command line: `python -m refimpl reproduce` or `bench`, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .tools import reproduce
+from .tools import bench, reproduce
 from .tools.world import World, choose_device, leave
 
 
@@ -24,16 +25,10 @@ class UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 if all is as it should be, 1 if not, 2 for bad usage."""
-    parser = argparse.ArgumentParser(prog="refimpl", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("reproduce", help="show the fault of bitsandbytes #2080 and its repair")
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    command.add_argument("--ranks", type=int, help="ranks to start when not under torchrun (default 2)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
-        status = _reproduce_as_rank(options) if under_torchrun else _reproduce(options)
+        status = _run_as_rank(options) if under_torchrun else _run(options)
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"refimpl {options.command}: {error}", file=sys.stderr)
@@ -43,15 +38,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _reproduce(options: argparse.Namespace) -> int:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="refimpl", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("reproduce", help="show the fault of bitsandbytes #2080 and its repair")
+    command.set_defaults(work=reproduce.report, render=reproduce.render, good=reproduce.is_as_expected)
+    _add_common(command)
+    command = commands.add_parser("bench", help="measure the step times of the repairs against native")
+    command.set_defaults(render=bench.render, good=lambda result: True)
+    command.add_argument(
+        "--models", nargs="+", choices=bench.MODELS, default=["small", "medium", "odd", "large"]
+    )
+    command.add_argument("--rounds", type=_at_least_one, default=7, help="steps of each (default 7)")
+    _add_common(command)
+    options = parser.parse_args(arguments)
+    if options.command == "bench":
+        options.work = partial(bench.run, options.models, options.rounds)
+    return options
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
+    return int(text)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument("--ranks", type=int, help="ranks to start when not under torchrun (default 2)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+
+
+def _run(options: argparse.Namespace) -> int:
     """Start the ranks ourselves."""
     size = 2 if options.ranks is None else options.ranks
     device = _check(options, size)
-    with World(size, device=device) as world:
-        return _show(world.run(reproduce.report)[0], options.json)
+    with World(size, device=device, timeout=1800) as world:
+        return _show(options, world.run(options.work)[0])
 
 
-def _reproduce_as_rank(options: argparse.Namespace) -> int:
+def _run_as_rank(options: argparse.Namespace) -> int:
     """Be one of the ranks that torchrun has started."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options.ranks not in (None, size):
@@ -62,8 +88,8 @@ def _reproduce_as_rank(options: argparse.Namespace) -> int:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5))
-    result = reproduce.report()
-    return _show(result, options.json) if rank == 0 else 0
+    result = options.work()
+    return _show(options, result) if rank == 0 else 0
 
 
 def _check(options: argparse.Namespace, local_size: int) -> str:
@@ -87,11 +113,11 @@ def _too_few(size: int) -> str:
     return f"needs at least 2 ranks, got {size}: with one, FSDP1 does not shard (NO_SHARD)"
 
 
-def _show(result: dict[str, Any], path: Path | None) -> int:
-    print(reproduce.render(result))
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if reproduce.is_as_expected(result) else 1
+def _show(options: argparse.Namespace, result: dict[str, Any]) -> int:
+    print(options.render(result))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if options.good(result) else 1
 
 
 if __name__ == "__main__":

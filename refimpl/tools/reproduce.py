@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ShadowAdamW8bit, read_layouts
+from .. import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
 from .fixture import Model, full_parameters, gradients, train_step, wrap
 from .world import rank_device
 
@@ -53,6 +53,12 @@ IMPLEMENTATIONS: dict[str, tuple[str, Factory]] = {
     "shadow": (
         "repair: replicated",
         lambda model, layouts: ShadowAdamW8bit(
+            model.named_parameters(), layouts=layouts, min_8bit_size=MIN_8BIT_SIZE, **HYPERPARAMETERS
+        ),
+    ),
+    "sharded": (
+        "repair: sharded",
+        lambda model, layouts: ShardedAdamW8bit(
             model.named_parameters(), layouts=layouts, min_8bit_size=MIN_8BIT_SIZE, **HYPERPARAMETERS
         ),
     ),
@@ -131,7 +137,7 @@ def _state_dtypes(
 ) -> dict[str, str]:
     """The dtype of the first moment of every original parameter, as it was really allocated."""
     dtypes = {}
-    if isinstance(optimizer, ShadowAdamW8bit):
+    if isinstance(optimizer, (ShadowAdamW8bit, ShardedAdamW8bit)):
         state = optimizer.full_state_dict()["state"]
         dtypes = {fqn: entry["state1"].dtype for fqn, entry in state.items()}
     else:
