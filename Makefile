@@ -1,5 +1,7 @@
 # make reproduce   show the fault of bitsandbytes #2080 and its repair, on this machine
 # make test        lint, types and all tests
+# make bench       step times of the repairs against native, as ratios in one run
+# make gpu         on a machine with a CUDA device: the GPU tests and the benchmark there
 # make clean       remove the environment that these set up
 #
 # Needs Python 3.10 or later. An active virtual environment is used as it is; else .venv is made.
@@ -12,7 +14,7 @@ RANKS ?= 2
 JSON ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup reproduce test lint clean
+.PHONY: setup reproduce test lint bench gpu clean
 
 reproduce: setup
 	@$(RUN) -m refimpl reproduce --ranks $(RANKS) $(if $(JSON),--json $(JSON))
@@ -37,6 +39,13 @@ $(VENV)/.refimpl-installed: pyproject.toml constraints.txt
 	  || grep '^torch==' constraints.txt; } > $(VENV)/refimpl-constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(VENV)/refimpl-constraints.txt -e '.[test]'
 	touch $@
+
+bench: setup
+	@$(RUN) -m refimpl bench --ranks $(RANKS) $(if $(JSON),--json $(JSON))
+
+gpu: setup
+	$(RUN) -m pytest tests/gpu -q
+	$(RUN) -m refimpl bench --played --device cuda $(if $(JSON),--json $(JSON))
 
 clean:
 	rm -rf .venv

@@ -50,10 +50,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--models", nargs="+", choices=bench.MODELS, default=["small", "medium", "odd", "large"]
     )
     command.add_argument("--rounds", type=_at_least_one, default=7, help="steps of each (default 7)")
+    command.add_argument(
+        "--played", action="store_true", help="play one of two ranks in one process: for a single GPU"
+    )
     _add_common(command)
     options = parser.parse_args(arguments)
     if options.command == "bench":
-        options.work = partial(bench.run, options.models, options.rounds)
+        options.work = partial(bench.run, options.models, options.rounds, options.played)
+        options.ranks = 1 if options.played else options.ranks
     return options
 
 
@@ -94,7 +98,7 @@ def _run_as_rank(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, local_size: int) -> str:
     """Find out what cannot work before any rank starts. The device to use."""
-    if local_size < 2 and "WORLD_SIZE" not in os.environ:
+    if local_size < 2 and "WORLD_SIZE" not in os.environ and not getattr(options, "played", False):
         raise UsageError(_too_few(local_size))
     try:
         device = choose_device(local_size, options.device)

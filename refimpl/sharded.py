@@ -89,6 +89,11 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         for cut_blocks in self._cut_blocks:
             cut_blocks.update(self.state, received, updates)
 
+    def edge_sizes(self) -> list[list[int]]:
+        """How many elements of `incoming` come from each rank, for each process group."""
+        self._plan()
+        return [exchange.receive_sizes for exchange in self._exchanges]
+
     def _plan(self) -> None:
         """Plan runs, cut blocks and exchanges: once, and again when parameters are frozen or thawed."""
         taking_part = [tensor for tensor in self._settings if self._takes_part(tensor)]

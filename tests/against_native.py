@@ -32,6 +32,7 @@ class Case:
     shapes: Shapes
     steps: int = 4
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     bits: int = 12
     change_gradients: Callable[[int, Grads], Grads] = lambda step, grads: grads
     prepare: Callable[[nn.Module], Any] = lambda model: None
@@ -45,14 +46,11 @@ class Case:
         self.prepare(model)
         for name in self.frozen:
             model.get_submodule(name).requires_grad_(False)
-        return model
+        return model.to(self.device)
 
     def gradients(self, step: int, dtype: torch.dtype | None = None) -> Grads:
         grads = self.change_gradients(step, gradients(self.shapes, step, self.bits))
-        return {name: grad.to(dtype or self.dtype) for name, grad in grads.items()}
-
-    def fine(self) -> list[str]:
-        return list(self.shapes)
+        return {name: grad.to(self.device, dtype or self.dtype) for name, grad in grads.items()}
 
 
 def train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
@@ -84,9 +82,9 @@ def native_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snaps
     kept = ("step", "state1", "state2", "absmax1", "absmax2")
     return {
         name: {
-            "value": param.detach().clone(),
+            "value": param.detach().cpu().clone(),
             **{
-                key: value.clone() if isinstance(value, Tensor) else value
+                key: value.cpu().clone() if isinstance(value, Tensor) else value
                 for key, value in optimizer.state.get(param, {}).items()
                 if key in kept
             },
@@ -102,11 +100,13 @@ def snapshot(model: nn.Module, optimizer: Any) -> Snapshot:
 
 
 def wrapped_run(case: Case, wrapping: Any, orig: bool, twin: str, **options: Any) -> list[Snapshot]:
-    """One of ours on the wrapped model; runs on every rank. `wrapping` is fine, coarse or unit names."""
-    units = {"fine": case.fine(), "coarse": []}.get(wrapping, wrapping) if wrapping else []
-    model = wrap(
-        case.model(), [*units, *case.frozen] if wrapping != "fine" else units, use_orig_params=orig, **options
-    )
+    """One of ours on the wrapped model; runs on every rank.
+
+    `wrapping` is "fine" (each parameter a unit), "coarse" (one unit; frozen ones apart), or unit names.
+    """
+    units = {"fine": list(case.shapes), "coarse": list(case.frozen)}.get(wrapping, wrapping)
+    options["device"] = torch.device(case.device)
+    model = wrap(case.model(), units, use_orig_params=orig, **options)
     optimizer = TWINS[twin](
         model.parameters(),
         layouts=read_layouts(model),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -83,25 +83,6 @@ def test_no_collective_where_no_block_is_cut(orig: bool, world: GetWorld) -> Non
             assert found["entered"] == []
 
 
-def layouts_of(
-    sizes: dict[str, tuple[int, ...]], units: list[str], ranks: int, rank: int
-) -> list[ShardLayout]:
-    """What FSDP1 would make of the model, with `use_orig_params=False`."""
-    members: dict[str, list[str]] = {}
-    for name in sizes:
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-        members.setdefault(unit, []).append(name)
-    layouts = []
-    for names in members.values():
-        params, start = [], 0
-        for name in names:
-            params.append(OriginalParam(name, sizes[name], start))
-            start = params[-1].flat_end
-        shard = -(-start // ranks)
-        layouts.append(ShardLayout(tuple(params), range(0, shard * ranks + 1, shard), rank))
-    return layouts
-
-
 @pytest.mark.parametrize("wrapping", bench.WRAPPINGS)
 @pytest.mark.parametrize("model", ["medium", "odd", "large"])
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -117,7 +98,7 @@ def test_state_is_sharded(model: str, wrapping: str, ranks: int) -> None:
     for rank in range(ranks):
         plans = [
             plan_shard(layout, [each.numel >= 4096 for each in layout.params], [0] * len(layout.params))
-            for layout in layouts_of(sizes, units, ranks, rank)
+            for layout in bench.planned_layouts(sizes, units, ranks, rank)
         ]
         per_rank.append(sum(2 * each.codes + 8 * each.blocks + 8 * each.floats for each in plans))
     share = native / ranks
@@ -158,7 +139,7 @@ def test_no_allocation_grows_with_the_shard() -> None:
     assert largest_allocation(12 * tile) <= 4 * tile + 4096
 
 
-def kernel_calls(sizes: list[int], overrides: dict[str, dict[str, Any]] | None = None) -> int:
+def calls(sizes: list[int], overrides: dict[str, dict[str, Any]] | None = None) -> int:
     params = [torch.nn.Parameter(torch.zeros(sum(sizes)))]
     layout_params, start = [], 0
     for index, numel in enumerate(sizes):
@@ -167,17 +148,17 @@ def kernel_calls(sizes: list[int], overrides: dict[str, dict[str, Any]] | None =
     layout = ShardLayout(tuple(layout_params), (0, start))
     optimizer = ShardedAdamW8bit(params, layouts={params[0]: layout}, overrides=overrides)
     params[0].grad = torch.ones(start)
-    return bench._kernel_calls(optimizer.step)
+    return bench.kernel_calls(optimizer.step)
 
 
 def test_neighbours_share_a_kernel_call() -> None:
-    assert kernel_calls([4096, 8192, 6144]) == 1  # blocks in step
-    assert kernel_calls([4096, 8192, 4100]) == 1  # the last block may be short
-    assert kernel_calls([4100, 8192, 4096]) == 2
-    assert kernel_calls([10, 300, 1, 4095]) == 1  # FP32
-    assert kernel_calls([4096, 10, 300, 4096]) == 3
-    assert kernel_calls([4096, 8192, 6144], {"p1": {"lr": 1.0}}) == 3
-    assert kernel_calls([4096, 8192, 6144], {"p1": {"optim_bits": 32}}) == 3
+    assert calls([4096, 8192, 6144]) == 1  # blocks in step
+    assert calls([4096, 8192, 4100]) == 1  # the last block may be short
+    assert calls([4100, 8192, 4096]) == 2
+    assert calls([10, 300, 1, 4095]) == 1  # FP32
+    assert calls([4096, 10, 300, 4096]) == 3
+    assert calls([4096, 8192, 6144], {"p1": {"lr": 1.0}}) == 3
+    assert calls([4096, 8192, 6144], {"p1": {"optim_bits": 32}}) == 3
 
 
 def test_the_benchmark_runs_and_writes_every_figure(tmp_path: Any, capsys: Any) -> None:
@@ -199,3 +180,34 @@ def test_a_nonsensical_number_of_rounds(rounds: str, capsys: Any) -> None:
         main(["bench", "--rounds", rounds])
     assert stopped.value.code == 2
     assert "must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_one_process_can_play_one_of_two_ranks(tmp_path: Any) -> None:
+    path = tmp_path / "bench.json"
+    arguments = ["bench", "--played", "--models", "tiny", "--rounds", "1", "--device", "cpu"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["played"]
+    assert "shadow" not in result["results"][0]["seconds"]
+
+
+def bounds_by_parameters(layouts: Iterable[ShardLayout]) -> dict[tuple[str, ...], list[int]]:
+    return {
+        tuple(f"{each.fqn} {each.shape} {each.flat_start}" for each in layout.params): list(layout.bounds)
+        for layout in layouts
+    }
+
+
+def real_and_planned(wrapping: str) -> tuple[Any, Any]:
+    config = bench.MODELS["tiny"]
+    sizes, units = bench.shapes(**config), bench.units(wrapping, config["blocks"])
+    _, layouts = bench._real_shards(sizes, units)
+    named = {f"{name}.weight": shape for name, shape in sizes.items()}
+    planned = bench.planned_layouts(named, units, dist.get_world_size(), dist.get_rank())
+    return bounds_by_parameters(layouts.values()), bounds_by_parameters(planned)
+
+
+@pytest.mark.parametrize("wrapping", bench.WRAPPINGS)
+def test_planned_layouts_are_those_of_fsdp(wrapping: str, world: GetWorld) -> None:
+    for real, planned in world(3).run(real_and_planned, wrapping):
+        assert real == planned

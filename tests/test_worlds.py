@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -22,12 +23,19 @@ Unit = tuple[list[tuple[int, int]], Sequence[int]]  # (padding before, numel) of
 class PlayedRank:
     """One rank: its shards of all units, and an optimizer that shares no process group."""
 
-    def __init__(self, units: list[Unit], rank: int, min_8bit_size: int) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        rank: int,
+        min_8bit_size: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.layouts: dict[nn.Parameter, ShardLayout] = {}
         for number, (sizes, bounds) in enumerate(units):
             layout = ShardLayout(params_of(number, sizes), bounds, rank)
             shard = flat(layout, start_value)[bounds[rank] : bounds[rank + 1]]
-            self.layouts[nn.Parameter(shard.clone())] = layout
+            self.layouts[nn.Parameter(shard.to(device, dtype, copy=True))] = layout
         self.optimizer = ShardedAdamW8bit(
             list(self.layouts), layouts=self.layouts, min_8bit_size=min_8bit_size
         )
@@ -35,7 +43,8 @@ class PlayedRank:
     def backward(self, step: int) -> None:
         for tensor, layout in self.layouts.items():
             whole = flat(layout, lambda shape: gradient(shape, 0, step), padding=0.0)
-            tensor.grad = whole[layout.bounds[layout.rank] : layout.bounds[layout.rank + 1]].clone()
+            shard = whole[layout.bounds[layout.rank] : layout.bounds[layout.rank + 1]]
+            tensor.grad = shard.to(tensor.device, tensor.dtype, copy=True)
 
 
 def params_of(number: int, sizes: list[tuple[int, int]]) -> tuple[OriginalParam, ...]:
@@ -53,10 +62,10 @@ def flat(layout: ShardLayout, make: object, padding: float = 42.0) -> Tensor:
     return whole
 
 
-def play(units: list[Unit], steps: int, min_8bit_size: int) -> list[PlayedRank]:
+def play(units: list[Unit], steps: int, min_8bit_size: int, *where: Any) -> list[PlayedRank]:
     """Train every rank, carrying edge gradients from hand to hand."""
     size = len(units[0][1]) - 1
-    ranks = [PlayedRank(units, rank, min_8bit_size) for rank in range(size)]
+    ranks = [PlayedRank(units, rank, min_8bit_size, *where) for rank in range(size)]
     for step in range(1, steps + 1):
         for rank in ranks:
             rank.backward(step)
@@ -71,24 +80,30 @@ def play(units: list[Unit], steps: int, min_8bit_size: int) -> list[PlayedRank]:
     return ranks
 
 
-def native(units: list[Unit], steps: int, min_8bit_size: int) -> dict[str, dict[str, object]]:
+def native(
+    units: list[Unit],
+    steps: int,
+    min_8bit_size: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, dict[str, Any]]:
     params = {
-        param.fqn: nn.Parameter(start_value(param.shape))
+        param.fqn: nn.Parameter(start_value(param.shape).to(device, dtype))
         for number, (sizes, _) in enumerate(units)
         for param in params_of(number, sizes)
     }
     optimizer = bnb.optim.AdamW8bit(params.values(), min_8bit_size=min_8bit_size)
     for step in range(1, steps + 1):
         for param in params.values():
-            param.grad = gradient(param.shape, 0, step)
+            param.grad = gradient(param.shape, 0, step).to(device, dtype)
         optimizer.step()
     return {name: {"value": param.detach(), **optimizer.state[param]} for name, param in params.items()}
 
 
-def check(units: list[Unit], steps: int = 3, min_8bit_size: int = 200) -> None:
+def check(units: list[Unit], steps: int = 3, min_8bit_size: int = 200, *where: Any) -> None:
     """Every element of every rank's parameters and state equals the native one; padding is untouched."""
-    expected = native(units, steps, min_8bit_size)
-    for rank in play(units, steps, min_8bit_size):
+    expected = native(units, steps, min_8bit_size, *where)
+    for rank in play(units, steps, min_8bit_size, *where):
         for tensor, layout in rank.layouts.items():
             covered = torch.zeros(tensor.numel(), dtype=torch.bool)
             for segment in layout.segments:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import bitsandbytes as bnb
@@ -26,7 +27,7 @@ from torch import nn
 
 from .. import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
 from ..edges import flat, flat_gradient
-from ..layout import merge_runs
+from ..layout import BLOCK_SIZE, OriginalParam, ShardLayout, merge_runs
 from ..sharded import Update
 from ..update import Hyperparameters, new_state, update_run
 from .fixture import Model, gradients, wrap
@@ -43,6 +44,7 @@ MODELS: dict[str, dict[str, int]] = {
 WRAPPINGS = ("one unit", "per block", "per layer")
 LAYERS = ("norm1", "qkv", "out", "norm2", "up", "down")
 IMPLEMENTATIONS = ("native", "sharded", "bare", "shadow", "adamw")
+COUNTED = ("native", "sharded", "shadow")
 HYPERPARAMETERS = Hyperparameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2)
 
 
@@ -73,51 +75,107 @@ def units(wrapping: str, blocks: int) -> list[str]:
     return ["embedding", *(f"block{block}.{layer}" for block in range(blocks) for layer in LAYERS)]
 
 
-def measure(model_name: str, wrapping: str, rounds: int) -> dict[str, Any]:
-    """All implementations on one model and wrapping. Collective; the same figures on every rank."""
+def planned_layouts(
+    sizes: Mapping[str, tuple[int, ...]], unit_names: Sequence[str], ranks: int, rank: int
+) -> list[ShardLayout]:
+    """What FSDP1 makes of a model under FULL_SHARD with `use_orig_params=False`, without running it."""
+    members: dict[str, list[str]] = {}
+    for name in sizes:
+        unit = next((unit for unit in unit_names if name.startswith(f"{unit}.")), "")
+        members.setdefault(unit, []).append(name)
+    layouts = []
+    for names in members.values():
+        starts = [0, *accumulate(torch.Size(sizes[name]).numel() for name in names)]
+        params = tuple(map(OriginalParam, names, (sizes[name] for name in names), starts))
+        shard = -(-starts[-1] // ranks)
+        layouts.append(ShardLayout(params, range(0, shard * ranks + 1, shard), rank))
+    return layouts
+
+
+def measure(model_name: str, wrapping: str, rounds: int, played: bool = False) -> dict[str, Any]:
+    """All implementations on one model and wrapping. Collective; the same figures on every rank.
+
+    With `played`, one process plays the first of two ranks: the edges it would receive are made up,
+    the exchange is not timed, and the shadow twin, which needs the other rank's gradients, is left out.
+    """
     sizes = shapes(**MODELS[model_name])
-    device = rank_device()
-    model = wrap(
-        Model(sizes), units(wrapping, MODELS[model_name]["blocks"]), device=device, use_orig_params=False
-    )
-    grads = {name: grad.to(device) for name, grad in gradients(sizes, 1).items()}
-    model(grads).backward()
-    del grads
-    steps, optimizers = _implementations(model)
+    unit_names = units(wrapping, MODELS[model_name]["blocks"])
+    make = _played_shards if played else _real_shards
+    model, layouts = make(sizes, unit_names)
+    steps, optimizers = _implementations(model, layouts, played)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():
-            times[name].append(_slowest(step, device))
+            times[name].append(_slowest(step))
     seconds = {name: values[1:] for name, values in times.items()}  # the first round creates state
+    pairs = [("sharded", "native"), ("sharded", "bare"), ("shadow", "sharded"), ("sharded", "adamw")]
     return {
         "model": model_name,
         "wrapping": wrapping,
         "parameters": sum(torch.Size(shape).numel() for shape in sizes.values()),
-        "elements_per_rank": sum(param.numel() for param in model.parameters()),
-        "units": sum(1 for _ in model.parameters()),
+        "elements_per_rank": sum(param.numel() for param in layouts),
+        "units": len(layouts),
         "seconds": {name: _spread(values) for name, values in seconds.items()},
-        "sharded / native": _ratio(seconds["sharded"], seconds["native"]),
-        "sharded / bare": _ratio(seconds["sharded"], seconds["bare"]),
-        "shadow / sharded": _ratio(seconds["shadow"], seconds["sharded"]),
-        "sharded / adamw": _ratio(seconds["sharded"], seconds["adamw"]),
-        "kernel_calls": {name: _kernel_calls(steps[name]) for name in ("native", "sharded", "shadow")},
-        **_bytes(optimizers, sizes),
+        **{
+            f"{name} / {other}": _ratio(seconds[name], seconds[other])
+            for name, other in pairs
+            if name in seconds
+        },
+        "kernel_calls": {name: kernel_calls(step) for name, step in steps.items() if name in COUNTED},
+        **_bytes(optimizers["sharded"], sizes, 2 if played else dist.get_world_size()),
     }
 
 
+def _real_shards(
+    sizes: Mapping[str, tuple[int, ...]], unit_names: Sequence[str]
+) -> tuple[nn.Module, dict[Any, ShardLayout]]:
+    """A model wrapped by FSDP1, with gradients."""
+    device = rank_device()
+    model = wrap(Model(sizes), unit_names, device=device, use_orig_params=False)
+    model({name: grad.to(device) for name, grad in gradients(sizes, 1).items()}).backward()
+    return model, read_layouts(model)
+
+
+def _played_shards(
+    sizes: Mapping[str, tuple[int, ...]], unit_names: Sequence[str]
+) -> tuple[nn.Module, dict[Any, ShardLayout]]:
+    """The shards of the first of two ranks, with gradients."""
+    device = rank_device()
+    model = nn.ParameterList()
+    layouts: dict[Any, ShardLayout] = {}
+    for layout in planned_layouts(sizes, unit_names, 2, 0):
+        shard = nn.Parameter(torch.randn(layout.shard_numel, device=device))
+        shard.grad = torch.randn_like(shard) * 1e-3
+        model.append(shard)
+        layouts[shard] = layout
+    return model, layouts
+
+
 def _implementations(
-    model: nn.Module,
-) -> tuple[dict[str, Callable[[], Any]], dict[str, torch.optim.Optimizer]]:
-    layouts = read_layouts(model)
+    model: nn.Module, layouts: Mapping[Any, ShardLayout], played: bool
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
     hyper: dict[str, Any] = {"lr": 1e-3}
     sharded = ShardedAdamW8bit(model.parameters(), layouts=layouts, **hyper)
-    optimizers: dict[str, torch.optim.Optimizer] = {
+    optimizers: dict[str, Any] = {
         "native": bnb.optim.AdamW8bit(model.parameters(), **hyper),
         "sharded": sharded,
         "shadow": ShadowAdamW8bit(model.parameters(), layouts=layouts, **hyper),
         "adamw": torch.optim.AdamW(model.parameters(), fused=True, **hyper),
     }
-    sharded.step()
+    steps: dict[str, Callable[[], Any]] = {name: each.step for name, each in optimizers.items()}
+    if played:
+        del steps["shadow"]
+        received = [
+            torch.ones(sum(sizes), device=buffer.device)
+            for buffer, sizes in zip(sharded.outgoing_edges(), sharded.edge_sizes(), strict=True)
+        ]
+
+        def step() -> None:
+            sharded.outgoing_edges()
+            sharded.step_with_edges(received)
+
+        steps["sharded"] = step
+    steps["sharded"]()
     calls = list(_bare_calls(sharded))
 
     def bare() -> None:
@@ -125,10 +183,7 @@ def _implementations(
             for call in calls:
                 update_run(*call)
 
-    steps: dict[str, Callable[[], Any]] = {
-        name: optimizers[name].step if name in optimizers else bare for name in IMPLEMENTATIONS
-    }
-    return steps, optimizers
+    return {**steps, "bare": bare}, optimizers
 
 
 def _bare_calls(optimizer: ShardedAdamW8bit) -> Iterator[tuple[Any, ...]]:
@@ -143,8 +198,9 @@ def _bare_calls(optimizer: ShardedAdamW8bit) -> Iterator[tuple[Any, ...]]:
             yield run, cut_blocks.param.clone(), cut_blocks.grad, cut_blocks.state, *update
 
 
-def _slowest(step: Callable[[], Any], device: torch.device) -> float:
+def _slowest(step: Callable[[], Any]) -> float:
     """Seconds of one step, on the rank that took longest."""
+    device = rank_device()
     dist.barrier()
     start = _now(device)
     step()
@@ -168,7 +224,7 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, float]
     return _spread([value / other for value, other in zip(values, others, strict=True)])
 
 
-def _kernel_calls(step: Callable[[], Any]) -> int:
+def kernel_calls(step: Callable[[], Any]) -> int:
     """How often one step calls a bitsandbytes kernel."""
     calls = 0
     names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
@@ -192,37 +248,38 @@ def _kernel_calls(step: Callable[[], Any]) -> int:
     return calls
 
 
-def _bytes(optimizers: Mapping[str, Any], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _bytes(sharded: ShardedAdamW8bit, sizes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Any]:
     """State and traffic of the rank that has most of them, and what they are measured against."""
-    sharded: ShardedAdamW8bit = optimizers["sharded"]
     numels = [torch.Size(shape).numel() for shape in sizes.values()]
-    unwrapped = sum(2 * numel + 8 * -(-numel // 256) if numel >= 4096 else 8 * numel for numel in numels)
-    sent = sum(buffer.nbytes for buffer in sharded.outgoing_edges())
-    gathered = sum((layout.num_ranks - 1) * tensor.nbytes for tensor, layout, _ in sharded.layouts())
-    state = sum(
-        value.nbytes
-        for entry in sharded.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    )
-    most = [None] * dist.get_world_size()
-    dist.all_gather_object(most, (state, sent, gathered))
-    state, sent, gathered = (max(values) for values in zip(*most, strict=True))
-    share = unwrapped / dist.get_world_size()
+    share = sum(2 * n + 8 * -(-n // BLOCK_SIZE) if n >= 4096 else 8 * n for n in numels) / ranks
+    own = {
+        "state": sum(
+            value.nbytes
+            for entry in sharded.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ),
+        "sent": sum(buffer.nbytes for buffer in sharded.outgoing_edges()),
+        "gathered": sum((ranks - 1) * tensor.nbytes for tensor, _, _ in sharded.layouts()),
+    }
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    most = {name: max(each[name] for each in found) for name in own}
     return {
-        "state_bytes": {"sharded": state, "unwrapped native / ranks": share},
-        "state / (unwrapped native / ranks)": state / share,
-        "bytes_sent_per_step": sent,
-        "bytes_gathered_per_step": {"shadow": gathered},
+        "state_bytes": {"sharded": most["state"], "unwrapped native / ranks": share},
+        "state / (unwrapped native / ranks)": most["state"] / share,
+        "bytes_sent_per_step": most["sent"],
+        "bytes_gathered_per_step": {"shadow": most["gathered"]},
     }
 
 
-def run(models: Sequence[str], rounds: int) -> dict[str, Any]:
+def run(models: Sequence[str], rounds: int, played: bool = False) -> dict[str, Any]:
     """Every model under every wrapping, on the ranks of the default process group. Collective."""
     return {
         "environment": environment(rank_device()),
         "rounds": rounds,
-        "results": [measure(model, wrapping, rounds) for model in models for wrapping in WRAPPINGS],
+        "played": played,
+        "results": [measure(model, wrapping, rounds, played) for model in models for wrapping in WRAPPINGS],
     }
 
 
@@ -233,18 +290,20 @@ def render(result: Mapping[str, Any]) -> str:
         f"{where['world_size']} ranks, {where['device']} ({where['backend']}), {where['threads_per_rank']}"
         f" thread a rank, {where['processor']}; torch {where['torch']},"
         f" bitsandbytes {where['bitsandbytes']}; {result['rounds']} rounds",
-        "Ratios of step times: median [least to most] over the rounds.",
+        "Ratios of step times: median [least to most] over the rounds."
+        + (" One process plays the first of two ranks; the exchange is not timed." * result["played"]),
         "",
         f"{'model':8}{'wrapping':11}{'elements':>11}{'':2}{'sharded/native':^22}{'sharded/bare':^20}"
         f"{'shadow/sharded':^16}{'state':>8}{'sent':>9}{'gathered':>10}{'kernel calls':>22}",
         f"{'':19}{'a rank':>11}{'':60}{'ratio':>8}{'bytes':>9}{'MB':>10}{'native,sharded,shadow':>22}",
     ]
     for each in result["results"]:
-        calls = each["kernel_calls"]
+        calls = {"shadow": "-", **each["kernel_calls"]}
+        shadow = f"{each['shadow / sharded']['median']:.2f}" if "shadow / sharded" in each else "-"
         lines.append(
             f"{each['model']:8}{each['wrapping']:11}{each['elements_per_rank']:>11,}{'':2}"
             f"{_words(each['sharded / native']):^22}{_words(each['sharded / bare']):^20}"
-            f"{each['shadow / sharded']['median']:^16.2f}"
+            f"{shadow:^16}"
             f"{each['state / (unwrapped native / ranks)']:>8.4f}{each['bytes_sent_per_step']:>9,}"
             f"{each['bytes_gathered_per_step']['shadow'] / 1e6:>10.1f}"
             f"{calls['native']:>12} {calls['sharded']:>4} {calls['shadow']:>4}"
