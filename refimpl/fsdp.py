@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .layout import OriginalParam, Segment, ShardLayout
 
-WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """What FSDP, activation checkpointing and torch.compile add to a parameter's name."""
 
 
@@ -55,7 +55,7 @@ def read_layouts(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
     for name, module in units:
         handle = module._handle
         if handle is not None:  # None: all parameters of this unit belong to nested units
-            layouts.update(_read_unit(_clean(f"{name}.") if name else "", handle))
+            layouts.update(_read_unit(name, handle))
     for name, param in model.named_parameters():
         if param not in layouts:
             if not param.is_contiguous():
@@ -70,10 +70,10 @@ def is_fsdp_parameter(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_fsdp_flattened", False)
 
 
-def _read_unit(prefix: str, handle: Any) -> dict[nn.Parameter, ShardLayout]:
+def _read_unit(unit_name: str, handle: Any) -> dict[nn.Parameter, ShardLayout]:
     """The layouts of one unit's tensors: its flat parameter, or its original parameters' views."""
     flat_param = handle.flat_param
-    params = _read_params(prefix, flat_param)
+    params = _read_params(unit_name, flat_param)
     total = sum(flat_param._numels_with_padding)
     shard_numel = flat_param._sharded_size.numel()
     sharded = handle.uses_sharded_strategy
@@ -97,7 +97,7 @@ def _read_unit(prefix: str, handle: Any) -> dict[nn.Parameter, ShardLayout]:
     }
 
 
-def _read_params(prefix: str, flat_param: Any) -> tuple[OriginalParam, ...]:
+def _read_params(unit_name: str, flat_param: Any) -> tuple[OriginalParam, ...]:
     fields = zip(
         flat_param._fqns,
         flat_param._shapes,
@@ -110,7 +110,7 @@ def _read_params(prefix: str, flat_param: Any) -> tuple[OriginalParam, ...]:
     for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not is_padding:
             fqn, shape, stride, extension = next(fields)
-            param = OriginalParam(_clean(prefix + fqn), tuple(shape), flat_start)
+            param = OriginalParam(_clean(f"{unit_name}.{fqn}".lstrip(".")), tuple(shape), flat_start)
             if extension is not None:
                 raise TypeError(
                     f"parameter '{param.fqn}' is sharded by tensor parallelism as well as by"
@@ -139,6 +139,8 @@ def _check_against_fsdp(unit: ShardLayout, flat_param: Any) -> None:
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether memory order is row-major; strides of dimensions of size 1 do not matter."""
+    if 0 in shape:
+        return True
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and step != expected:
@@ -148,9 +150,7 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _clean(name: str) -> str:
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _memory_order_error(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> ValueError:
