@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import checkpoint
+from . import named_state, stock
 from .fsdp import is_fsdp_parameter
 from .layout import OriginalParam, ShardLayout
+from .named_state import NamedParam, State
 from .update import Hyperparameters, is_state_8bit
 
 NO_GRADIENT, GRADIENT, REFUSED = 0, 1, 2
@@ -137,6 +138,10 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._settings.update(settings)
+        for tensor, each in settings.items():
+            # Steps are there from the start. It also keeps torch.distributed.checkpoint, which
+            # looks for any state at all, from making a dummy step (PyTorch #139575).
+            self.state[tensor]["steps"] = [0] * len(each.params)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,20 +162,121 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         return loss
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The whole state by name, see `checkpoint.full_state_dict`. Collective."""
-        return checkpoint.full_state_dict(self, rank0_only=rank0_only)
+        """The whole state by name, see `named_state.full_state_dict`. Collective."""
+        return named_state.full_state_dict(self, rank0_only=rank0_only)
 
-    def layouts(self) -> Iterator[tuple[Tensor, ShardLayout, list[bool]]]:
-        """Every tensor, its layout, and which of its original parameters have 8-bit state."""
-        for tensor, settings in self._settings.items():
-            yield tensor, settings.layout, settings.is_8bit
+    def load_full_state_dict(self, full: Mapping[str, Any]) -> None:
+        """Replace all state by what `full_state_dict` returned, see `named_state.load_full_state_dict`.
 
-    def step_count(self, tensor: Tensor, index: int) -> int:
-        """How often this rank has updated original parameter `index` of `tensor`."""
+        Collective. The wrapping, number of ranks, strategy and `use_orig_params` may be others.
+        """
+        named_state.load_full_state_dict(self, full)
+
+    def named_params(self) -> Iterator[NamedParam]:
+        """Every original parameter, with its effective hyperparameters, in param group order."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                yield from self._named_params_of(group, tensor)
+
+    def params_by_tensor(self) -> dict[Tensor, list[NamedParam]]:
+        """The original parameters in each tensor."""
+        return {
+            tensor: self._named_params_of(group, tensor)
+            for group in self.param_groups
+            for tensor in group["params"]
+        }
+
+    def _named_params_of(self, group: Mapping[str, Any], tensor: Tensor) -> list[NamedParam]:
+        settings = self._settings[tensor]
+        found = []
+        for index, param in enumerate(settings.params):
+            values = {**group, **dict(param.overrides)}
+            hyper = {key: values[key] for key in named_state.HYPERPARAMETERS}
+            found.append(NamedParam(tensor, settings.layout, index, param.is_8bit, hyper))
+        return found
+
+    def step_count(self, param: NamedParam) -> int:
+        """How often this rank has updated `param`; 0 where it holds nothing of it."""
+        steps: list[int] = self.state[param.tensor]["steps"]
+        return steps[param.index]
+
+    def hyperparameter_conflict(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Why the param groups cannot be set to what was `saved` by name, if they cannot."""
+        for group in self.param_groups:
+            for key in named_state.HYPERPARAMETERS:
+                names = self._saved_values(group, key, saved)
+                if len(names) > 1:
+                    (one, first), (other, second) = list(names.items())[:2]
+                    return (
+                        f"'{first}' and '{second}' were saved with {key} {one} and {other}, but share a"
+                        f" param group here: give one of them an override of {key}"
+                    )
+        return None
+
+    def restore_hyperparameters(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the param groups to what was `saved` by name; overrides stay as they are."""
+        for group in self.param_groups:
+            for key in named_state.HYPERPARAMETERS:
+                for value in self._saved_values(group, key, saved):
+                    group[key] = value
+
+    def _saved_values(
+        self, group: Mapping[str, Any], key: str, saved: Mapping[str, Mapping[str, Any]]
+    ) -> dict[Any, str]:
+        """The different values of `key` that the group's parameters were saved with, and one name each."""
+        found: dict[Any, str] = {}
+        for tensor in group["params"]:
+            settings = self._settings[tensor]
+            for param, setting in zip(settings.layout.params, settings.params, strict=True):
+                if param.fqn in saved and key not in dict(setting.overrides):
+                    value = saved[param.fqn][key]
+                    found.setdefault(tuple(value) if isinstance(value, list) else value, param.fqn)
+        return found
+
+    def needed_range(self, param: NamedParam) -> tuple[int, int]:
+        """The elements of `param` whose state this rank keeps, in whole blocks."""
         raise NotImplementedError
 
-    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
-        """The state of elements `start..end` of original parameter `index`, in whole blocks."""
+    def read_state(self, param: NamedParam, start: int, end: int) -> State:
+        """The state of elements `start..end` of `param`, in whole blocks: views."""
+        raise NotImplementedError
+
+    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
+        """Replace all state: by name, the step and the state of `needed_range` (empty if step is 0)."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's own checkpointing can flatten and split, see `stock`. Collective only if FSDP's is."""
+        packed = super().state_dict()
+        packed["state"] = {
+            number: stock.pack(self, tensor, self._named_params_of(group, tensor))
+            for group, saved in zip(self.param_groups, packed["param_groups"], strict=True)
+            for tensor, number in zip(group["params"], saved["params"], strict=True)
+            if tensor.requires_grad or any(self.state[tensor]["steps"])
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace state and param groups by what `state_dict` returned, perhaps resharded by FSDP.
+
+        Collective over the ranks that share parameters. Raises `CheckpointError` on all of them, with
+        nothing changed, if it does not fit (`refuse.checkpoint`).
+        """
+        groups = list(zip(self.param_groups, state_dict["param_groups"], strict=False))
+        packed: dict[Tensor, stock.Packed] = {}
+        problems = []
+        for group, saved in groups:
+            for tensor, number in zip(group["params"], saved["params"], strict=False):
+                if state_dict["state"].get(number):
+                    packed[tensor] = state_dict["state"][number]
+                    params = self._named_params_of(group, tensor)
+                    problems.append(stock.problem(params, tensor, packed[tensor]))
+        named_state.agree(problems, named_state.groups_of(self))
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._write_packed(packed)
+
+    def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
+        """Replace all state by this rank's elements of it, and fetch what else it needs. Collective."""
         raise NotImplementedError
 
     def _update(self) -> None:

@@ -8,6 +8,8 @@ that of bitsandbytes draft PR #2081; the sharded twin is tested equal to it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import stock
 from .base import (
     GRADIENT,
     OriginalParamAdamW8bit,
@@ -24,8 +27,11 @@ from .base import (
     raise_others,
     raise_own,
 )
-from .layout import BLOCK_SIZE, ShardLayout
+from .layout import ShardLayout
+from .named_state import NamedParam, State, copy_state, cut_state, transport_device
 from .update import Hyperparameters
+
+STATE_NAMES = ("state1", "state2", "absmax1", "absmax2")
 
 
 class ShadowAdamW8bit(OriginalParamAdamW8bit):
@@ -33,10 +39,6 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
 
     Constructor, `step` and errors: see `OriginalParamAdamW8bit`.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._shadows: dict[Tensor, _Shadow] = {}
-        super().__init__(*args, **kwargs)
 
     def _update(self) -> None:
         problems = self._problems()
@@ -53,25 +55,51 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
                 gradient, statuses = gathered.get(tensor, (tensor, {}))
                 if GRADIENT not in statuses.values():
                     continue
-                settings = self._settings[tensor]
-                if tensor not in self._shadows:
-                    self._shadows[tensor] = _Shadow(tensor, settings, self.min_8bit_size)
-                self._shadows[tensor].step(
-                    tensor, gradient, settings.layout, self._hyperparameters(group, tensor)
+                self._shadow(tensor).step(
+                    tensor,
+                    gradient,
+                    self._settings[tensor].layout,
+                    self._hyperparameters(group, tensor),
                 )
+                entry = self.state[tensor]
+                entry["steps"] = [step + 1 for step in entry["steps"]]
 
-    def step_count(self, tensor: Tensor, index: int) -> int:
-        """How often original parameter `index` of `tensor` has been updated."""
-        return self._shadows[tensor].state(index)["step"] if tensor in self._shadows else 0
+    def needed_range(self, param: NamedParam) -> tuple[int, int]:
+        """All elements of `param`: its state is replicated."""
+        return 0, param.numel
 
-    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
-        """The state of elements `start..end` of original parameter `index`: views, in whole blocks."""
-        state = self._shadows[tensor].state(index)
-        blocks = slice(start // BLOCK_SIZE, -(-end // BLOCK_SIZE))
-        values = {name: state[name].view(-1)[start:end] for name in ("state1", "state2")}
-        if self._settings[tensor].is_8bit[index]:
-            values.update({name: state[name][blocks] for name in ("absmax1", "absmax2")})
-        return values
+    def read_state(self, param: NamedParam, start: int, end: int) -> State:
+        """The state of elements `start..end` of `param`, in whole blocks: views."""
+        return cut_state(self._shadow(param.tensor).state(param.index), start, end)
+
+    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
+        """Replace all state: by name, the step and the state of all elements (empty if step is 0)."""
+        for tensor, settings in self._settings.items():
+            self.state[tensor] = {"steps": [0] * len(settings.params)}
+        for param in self.named_params():
+            step, values = states.get(param.fqn, (0, {}))
+            self.state[param.tensor]["steps"][param.index] = step
+            if step > 0:
+                self._shadow(param.tensor).set_state(param.index, step, values)
+
+    def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
+        states: dict[str, tuple[int, State]] = {}
+        for tensor, params in self.params_by_tensor().items():
+            layout = self._settings[tensor].layout
+            zero = torch.zeros_like(tensor, dtype=torch.float32)
+            own = packed.get(tensor, dict.fromkeys(stock.NAMES, zero))
+            whole = {name: torch.cat(_gather(own[name].to(zero), layout)) for name in stock.NAMES}
+            unsharded = ShardLayout(layout.params, (0, layout.bounds[-1]))
+            states.update(stock.unpack([replace(each, layout=unsharded) for each in params], whole))
+        self.write_states(states)
+
+    def _shadow(self, tensor: Tensor) -> _Shadow:
+        """The shadow of `tensor`, made when it is first needed."""
+        entry = self.state[tensor]
+        if "shadow" not in entry:
+            entry["shadow"] = _Shadow(tensor, self._settings[tensor], self.min_8bit_size)
+        shadow: _Shadow = entry["shadow"]
+        return shadow
 
 
 class _Shadow:
@@ -96,12 +124,25 @@ class _Shadow:
             ]
             if groups:
                 self.native.append(optimizer(groups, min_8bit_size=min_8bit_size))
-        self.groups = {group["params"][0]: group for native in self.native for group in native.param_groups}
+        self.where = {
+            group["params"][0]: (native, position)
+            for native in self.native
+            for position, group in enumerate(native.param_groups)
+        }
 
-    def state(self, index: int) -> dict[str, Any]:
-        """The native state of original parameter `index`."""
+    def state(self, index: int) -> State:
+        """The native state of original parameter `index`, flat."""
         shadow = self.params[index]
-        return next(native.state[shadow] for native in self.native if shadow in native.state)
+        native, _ = self.where[shadow]
+        return {name: value.view(-1) for name, value in native.state[shadow].items() if name in STATE_NAMES}
+
+    def set_state(self, index: int, step: int, values: State) -> None:
+        """Replace the native state of original parameter `index`."""
+        shadow = self.params[index]
+        native, position = self.where[shadow]
+        native.init_state(native.param_groups[position], shadow, position, 0)
+        native.state[shadow]["step"] = step
+        copy_state(self.state(index), values)
 
     def step(
         self, tensor: Tensor, gradient: Tensor, layout: ShardLayout, hypers: list[Hyperparameters]
@@ -109,7 +150,8 @@ class _Shadow:
         """Update `tensor`, this rank's shard, given the `gradient` of all of flat coordinates."""
         for shadow, param, hyper in zip(self.params, layout.params, hypers, strict=True):
             shadow.grad = gradient[param.flat_start : param.flat_end].view(param.shape)
-            self.groups[shadow].update(
+            native, position = self.where[shadow]
+            native.param_groups[position].update(
                 lr=hyper.lr,
                 betas=(hyper.beta1, hyper.beta2),
                 eps=hyper.eps,
@@ -137,16 +179,24 @@ def _gather_gradient(tensor: Tensor, layout: ShardLayout, status: int) -> tuple[
 
     Entered whatever the status (rule `collective.unconditional`): a rank without a gradient sends zeros.
     """
-    numels = [high - low for low, high in pairwise(layout.bounds)]
-    message = torch.zeros(1 + max(numels), dtype=tensor.dtype, device=tensor.device)
+    message = torch.zeros(1 + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     message[0] = status
     if status == GRADIENT and tensor.grad is not None:
-        message[1 : 1 + tensor.numel()] = tensor.grad.reshape(-1)
-    messages = [message]
-    if layout.process_group is not None:
-        messages = [torch.empty_like(message) for _ in range(layout.num_ranks)]
-        with explaining_failure("the all-gather of gradients"):
-            dist.all_gather(messages, message, group=layout.process_group)
-    flat = torch.cat([row[1 : 1 + numel] for row, numel in zip(messages, numels, strict=True)])
+        message[1:] = tensor.grad.reshape(-1)
+    with explaining_failure("the all-gather of gradients"):
+        messages = _gather(message, layout, extra=1)
     statuses = {rank: int(row[0]) for rank, row in enumerate(messages) if any(layout.segments_of(rank))}
-    return flat, statuses
+    return torch.cat([row[1:] for row in messages]), statuses
+
+
+def _gather(local: Tensor, layout: ShardLayout, extra: int = 0) -> list[Tensor]:
+    """`local` of every rank, as long as its shard and `extra` elements before it. Collective."""
+    numels = [extra + high - low for low, high in pairwise(layout.bounds)]
+    if layout.process_group is None:
+        return [local.reshape(-1)]
+    device = transport_device(local, layout.process_group)
+    padded = torch.zeros(max(numels), dtype=local.dtype, device=device)
+    padded[: local.numel()] = local.reshape(-1)
+    rows = [torch.empty_like(padded) for _ in numels]
+    dist.all_gather(rows, padded, group=layout.process_group)
+    return [row[:numel].to(local.device) for row, numel in zip(rows, numels, strict=True)]

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import GRADIENT, OriginalParamAdamW8bit, raise_others, raise_own
-from .checkpoint import transport_device
+from . import stock
+from .base import GRADIENT, NO_GRADIENT, OriginalParamAdamW8bit, raise_others, raise_own
 from .edges import Edge, EdgeExchange, copy_all, flat, flat_gradient
-from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, merge_runs, plan_shard
+from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, StateSegment, merge_runs, plan_shard
+from .named_state import NamedParam, State, copy_state, cut_state, num_blocks, transport_device
 from .update import Hyperparameters, new_state, update_run
 
 Update = tuple[Hyperparameters, int]
@@ -101,16 +102,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
             return
         self._planned_for = [id(tensor) for tensor in taking_part]
         self._plans = {tensor: self._plan_tensor(tensor) for tensor in self._settings}
-        groups: dict[Any, list[Tensor]] = {}
-        for tensor in taking_part:
-            layout = self._settings[tensor].layout
-            if layout.num_ranks > 1:
-                groups.setdefault(layout.process_group, []).append(tensor)
-        self._exchanges = [
-            self._plan_exchange(tensors)
-            for tensors in groups.values()
-            if any(self._settings[tensor].is_cut for tensor in tensors)  # on whatever rank
-        ]
+        self._exchanges = self._plan_exchanges(taking_part)
         scratches: dict[Any, list[Edge]] = {}
         for exchange in self._exchanges:
             for edge in exchange.edges:
@@ -121,17 +113,28 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
     def _plan_tensor(self, tensor: Tensor) -> ShardPlan:
         settings = self._settings[tensor]
         share = [
-            (param.overrides, self.step_count(tensor, index)) for index, param in enumerate(settings.params)
+            (param.overrides, step)
+            for param, step in zip(settings.params, self.state[tensor]["steps"], strict=True)
         ]
         return plan_shard(settings.layout, settings.is_8bit, share)
 
-    def _plan_exchange(self, tensors: Sequence[Tensor]) -> EdgeExchange:
-        return EdgeExchange(
-            [Edge(tensor, cut) for tensor in tensors for cut in self._plans[tensor].cuts],
-            self._settings[tensors[0]].layout,
-            reduce(torch.promote_types, [tensor.dtype for tensor in tensors]),
-            transport_device(tensors[0], self._settings[tensors[0]].layout.process_group),
-        )
+    def _plan_exchanges(self, tensors: Sequence[Tensor]) -> list[EdgeExchange]:
+        """One exchange for each process group in which any rank's bound cuts a block of `tensors`."""
+        groups: dict[Any, list[Tensor]] = {}
+        for tensor in tensors:
+            layout = self._settings[tensor].layout
+            if layout.num_ranks > 1:
+                groups.setdefault(layout.process_group, []).append(tensor)
+        return [
+            EdgeExchange(
+                [Edge(tensor, cut) for tensor in members for cut in self._plans[tensor].cuts],
+                self._settings[members[0]].layout,
+                reduce(torch.promote_types, [tensor.dtype for tensor in members]),
+                transport_device(members[0], group),
+            )
+            for group, members in groups.items()
+            if any(self._settings[tensor].is_cut for tensor in members)
+        ]
 
     def _refuse(self, incoming: Sequence[Tensor]) -> None:
         """Raise, before anything is changed, if this rank or one that it shares a block with must."""
@@ -149,30 +152,74 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         """Begin the next update of `tensor`, its first if it has no state yet."""
         state = self.state[tensor]
         hypers = self._hyperparameters(group, tensor)
-        if not state:
-            state.update(new_state(self._plans[tensor], tensor.device), steps=[0] * len(hypers))
+        if "codes1" not in state:
+            state.update(new_state(self._plans[tensor], tensor.device))
         state["steps"] = [step + 1 for step in state["steps"]]
         return list(zip(hypers, state["steps"], strict=True))
 
-    def step_count(self, tensor: Tensor, index: int) -> int:
-        """How often this rank has updated original parameter `index` of `tensor`."""
-        return self.state[tensor]["steps"][index] if tensor in self.state else 0
+    def needed_range(self, param: NamedParam) -> tuple[int, int]:
+        """The elements of `param` whose state this rank keeps: of the blocks it touches, or its own."""
+        segment = self._state_segment(param)
+        return (segment.param_start, segment.param_end) if segment is not None else (0, 0)
 
-    def read_state(self, tensor: Tensor, index: int, start: int, end: int) -> dict[str, Tensor]:
-        """The state of elements `start..end` of original parameter `index`: views, in whole blocks."""
-        state = self.state[tensor]
-        segment = next(each for each in self._plans[tensor].state if each.index == index)
-        offset = start - segment.param_start
-        elements = slice(segment.state_start + offset, segment.state_start + end - segment.param_start)
+    def read_state(self, param: NamedParam, start: int, end: int) -> State:
+        """The state of elements `start..end` of `param`, in whole blocks: views."""
+        segment = self._state_segment(param)
+        assert segment is not None
+        kept = self._kept_state(self.state[param.tensor], segment)
+        return cut_state(kept, start - segment.param_start, end - segment.param_start)
+
+    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
+        """Replace all state: by name, the step and the state of `needed_range` (empty if step is 0)."""
+        written: dict[Tensor, dict[str, Any]] = {}
+        for param in self.named_params():
+            step, values = states.get(param.fqn, (0, {}))
+            tensor = param.tensor
+            entry = written.setdefault(tensor, {"steps": [0] * len(param.layout.params)})
+            entry["steps"][param.index] = step
+            segment = self._state_segment(param)
+            if step > 0 and "codes1" not in entry:
+                entry.update(new_state(self._plans[tensor], tensor.device))
+            if step > 0 and segment is not None:
+                copy_state(self._kept_state(entry, segment), values)
+        self.state.update(written)
+        self._planned_for = None  # parameters with equal steps share runs
+
+    def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
+        states: dict[str, tuple[int, State]] = {}
+        for tensor, params in self.params_by_tensor().items():
+            if tensor in packed:
+                states.update(stock.unpack(params, packed[tensor]))
+        self.write_states(states)
+        self._plan()
+        statuses = {tensor: GRADIENT if tensor in packed else NO_GRADIENT for tensor in self._settings}
+        for exchange in self._plan_exchanges(list(self._settings)):
+            for number in (1, 2):  # the codes of cut blocks that other ranks hold, as once gradients
+                codes = {tensor: flat(each[f"state{number}"]) for tensor, each in packed.items()}
+                incoming = exchange.exchange(exchange.pack(codes, statuses))
+                for edge, piece, values in exchange.unpack(incoming):
+                    kept = self.state[edge.tensor].get(f"codes{number}")
+                    if kept is not None:
+                        start = edge.cut.state_start + piece.param_start - edge.cut.block.param_start
+                        kept[start : start + piece.numel] = values
+
+    def _state_segment(self, param: NamedParam) -> StateSegment | None:
+        self._plan()
+        segments = self._plans[param.tensor].state
+        return next((each for each in segments if each.index == param.index), None)
+
+    def _kept_state(self, entry: Mapping[str, Tensor], segment: StateSegment) -> State:
+        """Views of all that `entry` keeps of one segment."""
+        numel = segment.param_end - segment.param_start
+        elements = slice(segment.state_start, segment.state_start + numel)
         if not segment.is_8bit:
-            return {"state1": state["moments1"][elements], "state2": state["moments2"][elements]}
-        first = segment.block_start + offset // BLOCK_SIZE
-        blocks = slice(first, first - (start - end) // BLOCK_SIZE)
+            return {"state1": entry["moments1"][elements], "state2": entry["moments2"][elements]}
+        blocks = slice(segment.block_start, segment.block_start + num_blocks(numel))
         return {
-            "state1": state["codes1"][elements],
-            "state2": state["codes2"][elements],
-            "absmax1": state["absmax1"][blocks],
-            "absmax2": state["absmax2"][blocks],
+            "state1": entry["codes1"][elements],
+            "state2": entry["codes2"][elements],
+            "absmax1": entry["absmax1"][blocks],
+            "absmax2": entry["absmax2"][blocks],
         }
 
 

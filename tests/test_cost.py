@@ -50,7 +50,9 @@ def count_collectives(case: Case, units: list[str], orig: bool, groups: bool = F
         for name, original in originals.items():
             setattr(dist, name, original)
     cuts = sum(
-        len(layout.cut_blocks_of(layout.rank)) for _, layout, is_8bit in optimizer.layouts() if any(is_8bit)
+        len(params[0].layout.cut_blocks_of(params[0].layout.rank))
+        for params in optimizer.params_by_tensor().values()
+        if any(param.is_8bit for param in params)
     )
     return {"entered": entered, "cuts": cuts}
 

@@ -118,12 +118,13 @@ def check(units: list[Unit], steps: int = 3, min_8bit_size: int = 200, *where: A
 
 
 def check_state(optimizer: ShardedAdamW8bit, tensor: Tensor, segment: object, entry: dict) -> None:
-    assert optimizer.step_count(tensor, segment.index) == entry["step"]
-    held = next(each for each in optimizer._plans[tensor].state if each.index == segment.index)
-    found = optimizer.read_state(tensor, segment.index, held.param_start, held.param_end)
-    blocks = slice(held.param_start // 256, -(-held.param_end // 256))
+    param = optimizer.params_by_tensor()[tensor][segment.index]
+    assert optimizer.step_count(param) == entry["step"]
+    start, end = optimizer.needed_range(param)
+    found = optimizer.read_state(param, start, end)
+    blocks = slice(start // 256, -(-end // 256))
     for name, value in found.items():
-        whole = entry[name][blocks] if "absmax" in name else entry[name][held.param_start : held.param_end]
+        whole = entry[name][blocks] if "absmax" in name else entry[name][start:end]
         assert value.dtype == whole.dtype
         assert torch.equal(value, whole)
 

@@ -260,7 +260,7 @@ def _bytes(sharded: ShardedAdamW8bit, sizes: Mapping[str, Sequence[int]], ranks:
             if isinstance(value, torch.Tensor)
         ),
         "sent": sum(buffer.nbytes for buffer in sharded.outgoing_edges()),
-        "gathered": sum((ranks - 1) * tensor.nbytes for tensor, _, _ in sharded.layouts()),
+        "gathered": sum((ranks - 1) * tensor.nbytes for tensor in sharded.params_by_tensor()),
     }
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
