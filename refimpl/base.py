@@ -138,10 +138,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._settings.update(settings)
-        for tensor, each in settings.items():
-            # Steps are there from the start. It also keeps torch.distributed.checkpoint, which
-            # looks for any state at all, from making a dummy step (PyTorch #139575).
-            self.state[tensor]["steps"] = [0] * len(each.params)
+        self._forget_state(settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -273,7 +270,17 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
                     problems.append(stock.problem(params, tensor, packed[tensor]))
         named_state.agree(problems, named_state.groups_of(self))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._forget_state(self._settings)
         self._write_packed(packed)
+
+    def _forget_state(self, tensors: Iterable[Tensor]) -> None:
+        """As if `tensors` had never been updated.
+
+        Steps are there all the same. It keeps torch.distributed.checkpoint, which looks for any state at
+        all, from making a dummy step of its own (PyTorch #139575).
+        """
+        for tensor in tensors:
+            self.state[tensor] = {"steps": [0] * len(self._settings[tensor].params)}
 
     def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
         """Replace all state by this rank's elements of it, and fetch what else it needs. Collective."""

@@ -133,7 +133,7 @@ def _gathered(digests: dict[str, str], process_group: Any) -> dict[str, str]:
 
 
 def _digest(value: Tensor) -> str:
-    data = value.detach().cpu().contiguous().view(torch.uint8).numpy()
+    data = value.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
