@@ -20,7 +20,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .convert import from_bitsandbytes, to_bitsandbytes, to_torch_adamw
-from .layout import BLOCK_SIZE
 from .named_state import (
     CheckpointError,
     HoldsState,
@@ -58,9 +57,6 @@ __all__ = [
     "to_torch_adamw",
 ]
 
-STRETCH = 2**16 * BLOCK_SIZE
-"""Elements in one saved tensor at most: what a rank must read to get at any of them."""
-
 
 def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process_group: Any = None) -> None:
     """Save `optimizer`'s state under the folder `path`, each rank its own part. Collective.
@@ -76,8 +72,8 @@ def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
         f"state/{param.fqn}/{start}/{name}": value
         for param in optimizer.named_params()
         if steps[param.fqn] > 0
-        for start, state in _owned(optimizer, param)
-        for name, value in state.items()
+        for start, end in param.owned_stretches(param.layout.rank)
+        for name, value in optimizer.read_state(param, start, end).items()
     }
     digests = _gathered({key: _digest(value) for key, value in tensors.items()}, process_group)
     header = json.dumps({**describe(optimizer, steps), "digests": digests}).encode()
@@ -115,13 +111,6 @@ def load_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     agree([problem], [process_group or dist.group.WORLD] if dist.is_initialized() else [])
     optimizer.write_states(states)
     optimizer.restore_hyperparameters(header["params"])
-
-
-def _owned(optimizer: HoldsState, param: NamedParam) -> Iterator[tuple[int, State]]:
-    """This rank's own state of `param` in stretches, each with the element it begins at."""
-    owned_start, owned_end = param.owned_range(param.layout.rank)
-    for start in range(owned_start, owned_end, STRETCH):
-        yield start, optimizer.read_state(param, start, min(start + STRETCH, owned_end))
 
 
 def _gathered(digests: dict[str, str], process_group: Any) -> dict[str, str]:

@@ -26,6 +26,8 @@ from .layout import BLOCK_SIZE, ShardLayout
 
 FORMAT = "refimpl.AdamW8bit"
 VERSION = 1
+STRETCH = 2**16 * BLOCK_SIZE
+"""Elements passed on or saved as one at most: what a rank must have or read beside what it is after."""
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
 State = dict[str, Tensor]
@@ -61,15 +63,19 @@ class NamedParam:
         """Its original number of elements."""
         return self.layout.params[self.index].numel
 
-    def owned_range(self, rank: int) -> tuple[int, int]:
-        """The elements whose state `rank` passes on: its own; where 8-bit, blocks that begin there."""
+    def owned_stretches(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The elements whose state `rank` passes on, in ranges of at most `STRETCH`.
+
+        Its own; where state is 8-bit, all blocks whose first element it holds.
+        """
         for segment in self.layout.segments_of(rank):
             if segment.index == self.index:
                 start, end = segment.param_start, segment.param_end
                 if self.is_8bit:
                     start, end = start + -start % BLOCK_SIZE, end + -end % BLOCK_SIZE
-                return start, max(start, min(end, self.numel))
-        return 0, 0
+                end = min(end, self.numel)
+                for first in range(start, end, STRETCH):
+                    yield first, min(first + STRETCH, end)
 
 
 class HoldsState(Protocol):
@@ -270,15 +276,13 @@ def _gather(optimizer: HoldsState, param: NamedParam) -> State:
     whole = empty_state(param.numel, param.is_8bit)
     layout = param.layout
     for piece in layout.pieces(param.index, 0, param.numel):
-        start, end = param.owned_range(piece.rank)
-        if start == end:
-            continue
-        part = empty_state(end - start, param.is_8bit)
-        if piece.rank == layout.rank:
-            copy_state(part, optimizer.read_state(param, start, end))
-        if layout.process_group is not None:
-            _broadcast(part, piece.rank, layout.process_group, param.tensor)
-        copy_state(cut_state(whole, start, end), part)
+        for start, end in param.owned_stretches(piece.rank):
+            part = empty_state(end - start, param.is_8bit)
+            if piece.rank == layout.rank:
+                copy_state(part, optimizer.read_state(param, start, end))
+            if layout.process_group is not None:
+                _broadcast(part, piece.rank, layout.process_group, param.tensor)
+            copy_state(cut_state(whole, start, end), part)
     return whole
 
 

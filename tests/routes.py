@@ -17,12 +17,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from refimpl import read_layouts
 from refimpl.checkpoint import load_sharded, save_sharded
-from refimpl.tools.fixture import full_parameters, wrap
+from refimpl.tools.fixture import wrap
 
 Layout = tuple[str, bool]  # fine or coarse, use_orig_params
 
@@ -143,7 +148,13 @@ def steps(case: Case, model: nn.Module, optimizer: Any, first: int, last: int) -
 
 
 def train_and_save(
-    case: Case, layouts: list[Layout], twin: str, route: str, path: Path, last: int
+    case: Case,
+    layouts: list[Layout],
+    twin: str,
+    route: str,
+    path: Path,
+    last: int,
+    strategy: str = "FULL_SHARD",
 ) -> Snapshot:
     """Train to step `last` and save, once for each layout, into numbered folders under `path`."""
     warnings.simplefilter("ignore")  # torch's own, about deprecated contexts
@@ -151,7 +162,7 @@ def train_and_save(
     for number, layout in enumerate(layouts):
         folder = path / str(number)
         folder.mkdir(parents=True, exist_ok=True)
-        model, optimizer = build(case, layout, twin)
+        model, optimizer = build(case, layout, twin, sharding_strategy=ShardingStrategy[strategy])
         steps(case, model, optimizer, 1, last)
         ROUTES[route][0](model, optimizer, folder)
         found = snapshot(model, optimizer)
@@ -168,13 +179,14 @@ def load_and_train(
     folders: list[Path],
     values: Mapping[str, Tensor],
     first: int,
+    strategy: str = "FULL_SHARD",
 ) -> list[Snapshot]:
     """From every folder into every layout: what was loaded, and what comes of training on."""
     warnings.simplefilter("ignore")
     found = []
     for layout in layouts:
         for folder in folders:
-            model, optimizer = build(case, layout, twin, values)
+            model, optimizer = build(case, layout, twin, values, sharding_strategy=ShardingStrategy[strategy])
             ROUTES[route][1](model, optimizer, folder)
             found.append(snapshot(model, optimizer))
             steps(case, model, optimizer, first, case.steps)
@@ -184,6 +196,3 @@ def load_and_train(
 
 def values_of(found: Snapshot) -> dict[str, Tensor]:
     return {name: entry["value"] for name, entry in found.items()}
-
-
-__all__ = ["ROUTES", "build", "full_parameters", "load_and_train", "steps", "train_and_save", "values_of"]
