@@ -3,7 +3,8 @@
     layouts = refimpl.read_layouts(model)  # after FSDP wrapping
     optimizer = refimpl.ShardedAdamW8bit(model.parameters(), layouts=layouts, lr=1e-3)
 
-Read the core from the top: `layout`, `fsdp`, `update`, `base`, `edges`, `sharded`, `shadow`.
+Read the core in this order: `layout`, `fsdp`, `update`, `named_state`, `stock`, `base`, `edges`, `sharded`,
+`shadow`, `convert`, `checkpoint`.
 """
 
 import logging
