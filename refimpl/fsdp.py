@@ -9,6 +9,7 @@ each other, so that a release which changes them is refused instead of misread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,6 +64,44 @@ def read_layouts(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
             whole = OriginalParam(_clean(name), tuple(param.shape))
             layouts[param] = ShardLayout((whole,), (0, whole.numel))
     return layouts
+
+
+def wrapped_modules(model: nn.Module, policy: Any) -> list[nn.Module]:
+    """The submodules that `FullyShardedDataParallel(model, auto_wrap_policy=policy)` makes units.
+
+    In the order in which they are wrapped, children before parents, without `model` itself, which is
+    always one. `policy` is a `ModuleWrapPolicy`, a `CustomPolicy` or a callable such as
+    `size_based_auto_wrap_policy`. Nothing is wrapped, so `model` may be on the meta device.
+    """
+    if hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(model, set(), {})
+        return [module for module in _post_order(model) if module in chosen and module is not model]
+    units: list[nn.Module] = []
+    _apply_callable_policy(model, policy, units)
+    return [module for module in units if module is not model]
+
+
+def _apply_callable_policy(module: nn.Module, policy: Any, units: list[nn.Module]) -> int:
+    """FSDP's recursion over children; how many elements were wrapped."""
+    numel = sum(param.numel() for param in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(
+        _apply_callable_policy(child, policy, units) for child in module.children() if child not in units
+    )
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        units.append(module)
+        return numel
+    return wrapped
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    seen = {module} if seen is None else seen
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _post_order(child, seen)
+    yield module
 
 
 def is_fsdp_parameter(tensor: torch.Tensor) -> bool:
