@@ -1,4 +1,7 @@
-"""The command line: `python -m refimpl reproduce` or `bench`, alone or under torchrun."""
+"""The command line: `python -m refimpl reproduce`, `audit` or `bench`.
+
+`reproduce` and `bench` run alone, starting ranks of their own, or under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .tools import bench, reproduce
+from .tools import audit, bench, models, reproduce
 from .tools.world import World, choose_device, leave
 
 
@@ -26,6 +30,8 @@ class UsageError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 if all is as it should be, 1 if not, 2 for bad usage."""
     options = _parse(arguments)
+    if options.command == "audit":
+        return _audit(options)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         status = _run_as_rank(options) if under_torchrun else _run(options)
@@ -54,6 +60,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--played", action="store_true", help="play one of two ranks in one process: for a single GPU"
     )
     _add_common(command)
+    _add_audit(commands)
     options = parser.parse_args(arguments)
     if options.command == "bench":
         options.work = partial(bench.run, options.models, options.rounds, options.played)
@@ -71,6 +78,71 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     command.add_argument("--ranks", type=int, help="ranks to start when not under torchrun (default 2)")
     command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+
+
+def _add_audit(commands: Any) -> None:
+    command = commands.add_parser("audit", help="what native AdamW8bit would do to your model under FSDP1")
+    command.add_argument("target", help="package.module:function, a config.json, or a transformers class")
+    command.add_argument(
+        "--wrap",
+        default="per-block",
+        help="one-unit, per-block (default), per-layer, per-tensor, size:NUMEL, or class names with commas",
+    )
+    command.add_argument("--world-size", default="2,8", help="numbers of ranks with commas (default 2,8)")
+    command.add_argument("--use-orig-params", action="store_true")
+    command.add_argument("--strategy", default="FULL_SHARD", choices=audit.STRATEGIES)
+    command.add_argument("--min-8bit-size", type=_at_least_one, default=4096)
+    command.add_argument("--lora", metavar="r=RANK", help="add LoRA adapters with peft, freeze the rest")
+    command.add_argument("--bf16", action="store_true", help="bf16 mixed precision: other alignment")
+    command.add_argument("--top", type=_at_least_one, default=10, help="parameters to list (default 10)")
+    command.add_argument("--markdown", action="store_true", help="a table to paste into an issue")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+
+
+def _audit(options: argparse.Namespace) -> int:
+    try:
+        sizes = [_world_size(text) for text in options.world_size.split(",")]
+        model = models.load(options.target)
+        if options.lora is not None:
+            model = models.with_lora(model, _lora_rank(options.lora))
+        wrapping = models.wrapping(model, options.wrap)
+        results = []
+        for size in sizes:
+            if sys.stderr.isatty():
+                print(f"auditing {size:,} ranks", file=sys.stderr)
+            results.append(
+                audit.audit(
+                    model,
+                    wrapping,
+                    size,
+                    options.strategy,
+                    options.use_orig_params,
+                    options.min_8bit_size,
+                    forward_itemsize=2 if options.bf16 else 4,
+                    wrapping_name=options.wrap,
+                )
+            )
+        if options.json is not None:
+            found = [{**each.summary(), "by_parameter": list(map(asdict, each.params))} for each in results]
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+    except (UsageError, ValueError, OSError) as error:
+        print(f"refimpl audit: {error}", file=sys.stderr)
+        return 2
+    print(audit.markdown(results) if options.markdown else audit.table(results, options.top))
+    return 0
+
+
+def _world_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--world-size takes whole numbers of at least 1, got '{text}'")
+    return int(text)
+
+
+def _lora_rank(text: str) -> int:
+    rank = text.removeprefix("r=")
+    if not rank.isdecimal() or int(rank) < 1:
+        raise UsageError(f"--lora takes r=RANK, a whole number of at least 1, got '{text}'")
+    return int(rank)
 
 
 def _run(options: argparse.Namespace) -> int:

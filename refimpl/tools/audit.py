@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -84,6 +84,8 @@ class Audit:
     use_orig_params: bool
     min_8bit_size: int
     units: tuple[ShardLayout, ...]
+    frozen: frozenset[str]
+    """Parameters that lie in these units but have no state."""
     params: tuple[ParamAudit, ...]
     native_bytes: Array
     """State bytes of native AdamW8bit, padding included."""
@@ -100,6 +102,8 @@ class Audit:
         for unit in self.units:
             here = rank if unit.num_ranks > 1 else 0
             for fqns, numel in _tensors(unit, here, self.use_orig_params):
+                if self.frozen.issuperset(fqns):
+                    continue
                 is_8bit = numel >= self.min_8bit_size
                 absmax = -(-numel // BLOCK_SIZE) if is_8bit else 0
                 found.append(TensorAudit(fqns, numel, _dtype(is_8bit), absmax))
@@ -168,26 +172,45 @@ def audit(
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
     ranks = 1 if strategy in UNSHARDED else world_size
     align = 16 // forward_itemsize if use_orig_params else 0
-    units = tuple(
-        _lay_out(members, ranks, align)
-        for members in _units(model_or_shapes, wrapping, use_orig_params)
-        if members
-    )
-    name = wrapping if isinstance(wrapping, str) else _policy_name(wrapping)
-    return _audit_units(units, name, ranks, strategy, use_orig_params, min_8bit_size)
+    members = [each for each in _units(model_or_shapes, wrapping, use_orig_params) if each]
+    if not use_orig_params:
+        members = [each for each in members if _is_trainable(each)]
+    units = tuple(_lay_out(each, ranks, align) for each in members)
+    frozen = frozenset(member.fqn for each in members for member in each if not member.trainable)
+    return _audit_units(units, frozen, _name_of(wrapping), ranks, strategy, use_orig_params, min_8bit_size)
+
+
+class Member(NamedTuple):
+    """One parameter of a unit."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+
+def _is_trainable(members: Sequence[Member]) -> bool:
+    """Whether a unit has optimizer state. Refuses, as FSDP1 does, to flatten frozen with trainable."""
+    trainable = [member for member in members if member.trainable]
+    if trainable and len(trainable) < len(members):
+        frozen = next(member for member in members if not member.trainable)
+        raise ValueError(
+            f"'{frozen.fqn}' is frozen and '{trainable[0].fqn}' is not, and both are in one unit: FSDP1"
+            " refuses that unless use_orig_params=True"
+        )
+    return bool(trainable)
 
 
 def _units(
     model_or_shapes: nn.Module | Mapping[str, Sequence[int]], wrapping: Any, use_orig_params: bool
-) -> list[list[tuple[str, tuple[int, ...]]]]:
+) -> list[list[Member]]:
     """The members of every unit as (FQN, shape), in flat order; the root unit last, as FSDP1 builds them."""
     if isinstance(model_or_shapes, nn.Module):
         return _units_of_module(model_or_shapes, wrapping, use_orig_params)
     names = _unit_names(model_or_shapes, wrapping)
-    members: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
+    members: dict[str, list[Member]] = {name: [] for name in names}
     for fqn, shape in model_or_shapes.items():
         inside = [name for name in names if name == "" or fqn.startswith(f"{name}.")]
-        members[max(inside, key=len)].append((fqn, tuple(shape)))
+        members[max(inside, key=len)].append(Member(fqn, tuple(shape)))
     return list(members.values())
 
 
@@ -206,9 +229,7 @@ def _unit_names(shapes: Mapping[str, Any], wrapping: Any) -> list[str]:
     return [*names, ""]
 
 
-def _units_of_module(
-    model: nn.Module, wrapping: Any, use_orig_params: bool
-) -> list[list[tuple[str, tuple[int, ...]]]]:
+def _units_of_module(model: nn.Module, wrapping: Any, use_orig_params: bool) -> list[list[Member]]:
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     if wrapping == ONE_UNIT:
         wrapping = ()
@@ -227,7 +248,7 @@ def _units_of_module(
     taken: set[Any] = set()
     units = []
     for module in [*wrapped_modules(model, policy), model]:
-        members: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
+        members: dict[nn.Parameter, Member] = {}
         for name, child in module.named_modules(prefix=names[module], remove_duplicate=False):
             for key, param in child.named_parameters(recurse=False):
                 # A weight tied across units is flattened by each of them, except with
@@ -235,15 +256,16 @@ def _units_of_module(
                 mark = param if use_orig_params else (child, key)
                 if mark not in taken or param in members:
                     taken.add(mark)
-                    members.setdefault(param, (f"{name}.{key}".lstrip("."), tuple(param.shape)))
+                    fqn = f"{name}.{key}".lstrip(".")
+                    members.setdefault(param, Member(fqn, tuple(param.shape), param.requires_grad))
         units.append(list(members.values()))
     return units
 
 
-def _lay_out(members: Sequence[tuple[str, tuple[int, ...]]], ranks: int, align: int) -> ShardLayout:
+def _lay_out(members: Sequence[Member], ranks: int, align: int) -> ShardLayout:
     """One unit as FSDP1 lays it out: parameters end to end, aligned if `align`, in equal shards."""
     params, end = [], 0
-    for fqn, shape in members:
+    for fqn, shape, _ in members:
         start = end + (-end % align if align else 0)
         params.append(OriginalParam(fqn, shape, start))
         end = params[-1].flat_end
@@ -257,17 +279,24 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 def _audit_wrapped(model: nn.Module, min_8bit_size: int) -> Audit:
     """A model that FSDP1 has wrapped: its layouts are read, not computed."""
-    layouts = read_layouts(model)
+    layouts = {tensor: each for tensor, each in read_layouts(model).items() if tensor.requires_grad}
     orig = not any(isinstance(layout.bounds, range) for layout in layouts.values())
     ranks = max(layout.num_ranks for layout in layouts.values())
     strategies = {unit.sharding_strategy.name for unit in FSDP.fsdp_modules(model)}
     return _audit_units(
-        tuple(layouts.values()), "as wrapped", ranks, ", ".join(sorted(strategies)), orig, min_8bit_size
+        tuple(layouts.values()),
+        frozenset(),
+        "as wrapped",
+        ranks,
+        ", ".join(sorted(strategies)),
+        orig,
+        min_8bit_size,
     )
 
 
 def _audit_units(
     units: Sequence[ShardLayout],
+    frozen: frozenset[str],
     wrapping: str,
     ranks: int,
     strategy: str,
@@ -277,7 +306,7 @@ def _audit_units(
     params: list[ParamAudit] = []
     totals = {name: np.zeros(ranks, dtype=np.int64) for name in ("native", "original", "cuts", "sent")}
     for unit in units:
-        table = _Segments(unit, use_orig_params, min_8bit_size)
+        table = _Segments(unit, frozen, use_orig_params, min_8bit_size)
         params += table.params()
         for name, values in table.by_rank(ranks).items():
             totals[name] += values if unit.num_ranks > 1 else values[0]  # unsharded: on every rank
@@ -288,6 +317,7 @@ def _audit_units(
         use_orig_params,
         min_8bit_size,
         tuple(units),
+        frozen,
         tuple(params),
         totals["native"],
         totals["original"],
@@ -299,7 +329,9 @@ def _audit_units(
 class _Segments:
     """All segments of one unit on all ranks, as arrays: a world of 16,384 ranks at once."""
 
-    def __init__(self, unit: ShardLayout, use_orig_params: bool, min_8bit_size: int) -> None:
+    def __init__(
+        self, unit: ShardLayout, frozen: frozenset[str], use_orig_params: bool, min_8bit_size: int
+    ) -> None:
         self.unit, self.orig, self.threshold = unit, use_orig_params, min_8bit_size
         bounds = np.asarray(unit.bounds, dtype=np.int64)
         starts = np.array([param.flat_start for param in unit.params], dtype=np.int64)
@@ -308,6 +340,8 @@ class _Segments:
         low, high = cuts[:-1], cuts[1:]
         index = np.searchsorted(starts, low, side="right") - 1
         inside = (index >= 0) & (low < ends[np.maximum(index, 0)])
+        self.trainable = np.array([param.fqn not in frozen for param in unit.params])
+        inside &= self.trainable[np.maximum(index, 0)]
         self.index, low, high = index[inside], low[inside], high[inside]
         self.rank = np.searchsorted(bounds, low, side="right") - 1
         self.start, self.end = low - starts[self.index], high - starts[self.index]
@@ -340,6 +374,7 @@ class _Segments:
                 int(moved[number]),
             )
             for number, param in enumerate(self.unit.params)
+            if self.trainable[number]
         ]
 
     def _moved(self) -> Array:
@@ -436,6 +471,99 @@ def _dtype(is_8bit: bool) -> str:
     return "uint8" if is_8bit else "float32"
 
 
-def _policy_name(policy: Any) -> str:
-    inner = getattr(policy, "func", policy)
-    return getattr(inner, "__name__", type(policy).__name__)
+def _name_of(wrapping: Any) -> str:
+    if isinstance(wrapping, str):
+        return wrapping
+    if isinstance(wrapping, Iterable):
+        return "named modules"
+    inner = getattr(wrapping, "func", wrapping)
+    return getattr(inner, "__name__", type(wrapping).__name__)
+
+
+# ---- for reading
+
+
+def table(results: Sequence[Audit], top: int = 0) -> str:
+    """One line a result, and the `top` most affected parameters of the last, for a terminal."""
+    rows = [_row(result.summary()) for result in results]
+    lines = _aligned([COLUMNS, *rows])
+    if top:
+        lines += ["", *_aligned([PARAM_COLUMNS, *_param_rows(results[-1], top)])]
+    return "\n".join([*lines, "", *NOTES])
+
+
+def markdown(results: Sequence[Audit]) -> str:
+    """The same lines as a table to paste into an issue."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(_row(result.summary()) for result in results)]
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", *NOTES])
+
+
+COLUMNS = [
+    "wrapping",
+    "ranks",
+    "use_orig_params",
+    "parameters",
+    "other precision",
+    "elements",
+    "ranks disagree",
+    "blocks move",
+    "elements",
+    "state MB",
+    "by original",
+    "sent B/step",
+]
+PARAM_COLUMNS = ["parameter", "elements", "unwrapped", "native", "other precision", "other blocks"]
+NOTES = [
+    "other precision: parameters, and elements, whose AdamW8bit state is FP32 instead of 8-bit or 8-bit",
+    "instead of FP32, compared with the unwrapped model. ranks disagree: FP32 on one rank, 8-bit on another.",
+    "blocks move: 8-bit all the same, but quantized together with other elements. state MB: largest rank,",
+    "native, and by original parameters. sent: edge gradients that keep blocks whole.",
+]
+
+
+def _row(summary: Mapping[str, Any]) -> list[str]:
+    rank = summary["largest_rank"]
+    return [
+        summary["wrapping"],
+        f"{summary['world_size']:,}",
+        str(summary["use_orig_params"]),
+        f"{summary['params']:,}",
+        f"{summary['params_of_other_precision']:,}",
+        f"{summary['elements_of_other_precision']:,}",
+        f"{summary['params_whose_ranks_disagree']:,}",
+        f"{summary['params_whose_blocks_move']:,}",
+        f"{summary['elements_in_other_blocks']:,}",
+        f"{rank['native_state_bytes'] / 1e6:,.1f}",
+        f"{rank['original_state_bytes'] / 1e6:,.1f}",
+        f"{4 * rank['edge_elements_sent_a_step']:,}",
+    ]
+
+
+def _param_rows(result: Audit, top: int) -> list[list[str]]:
+    affected = sorted(
+        (param for param in result.params if param.changes_precision or param.blocks_move),
+        key=lambda param: -(param.elements_of_other_precision + param.elements_in_other_blocks),
+    )
+    return [
+        [
+            param.fqn,
+            f"{param.numel:,}",
+            param.unwrapped,
+            " and ".join(param.native),
+            f"{param.elements_of_other_precision:,}",
+            f"{param.elements_in_other_blocks:,}",
+        ]
+        for param in affected[:top]
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
