@@ -145,6 +145,7 @@ def audit(
     min_8bit_size: int = 4096,
     *,
     forward_itemsize: int = 4,
+    wrapping_name: str | None = None,
 ) -> Audit:
     """What native AdamW8bit would do to a model under FSDP1, by original parameter and by rank.
 
@@ -159,6 +160,7 @@ def audit(
         min_8bit_size: as for AdamW8bit.
         forward_itemsize: bytes of one element in the forward pass, 2 under bf16 mixed precision: with
             `use_orig_params=True`, FSDP1 aligns parameters to 16 bytes of it.
+        wrapping_name: what to call the wrapping in tables.
 
     Raises `ValueError` for a nonsensical world size or threshold, an unknown strategy or module name.
     """
@@ -177,7 +179,9 @@ def audit(
         members = [each for each in members if _is_trainable(each)]
     units = tuple(_lay_out(each, ranks, align) for each in members)
     frozen = frozenset(member.fqn for each in members for member in each if not member.trainable)
-    return _audit_units(units, frozen, _name_of(wrapping), ranks, strategy, use_orig_params, min_8bit_size)
+    return _audit_units(
+        units, frozen, wrapping_name or _name_of(wrapping), ranks, strategy, use_orig_params, min_8bit_size
+    )
 
 
 class Member(NamedTuple):
@@ -282,16 +286,9 @@ def _audit_wrapped(model: nn.Module, min_8bit_size: int) -> Audit:
     layouts = {tensor: each for tensor, each in read_layouts(model).items() if tensor.requires_grad}
     orig = not any(isinstance(layout.bounds, range) for layout in layouts.values())
     ranks = max(layout.num_ranks for layout in layouts.values())
-    strategies = {unit.sharding_strategy.name for unit in FSDP.fsdp_modules(model)}
-    return _audit_units(
-        tuple(layouts.values()),
-        frozenset(),
-        "as wrapped",
-        ranks,
-        ", ".join(sorted(strategies)),
-        orig,
-        min_8bit_size,
-    )
+    strategies = sorted({unit.sharding_strategy.name for unit in FSDP.fsdp_modules(model)})
+    units, strategy = tuple(layouts.values()), ", ".join(strategies)
+    return _audit_units(units, frozenset(), "as wrapped", ranks, strategy, orig, min_8bit_size)
 
 
 def _audit_units(

@@ -15,8 +15,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from .audit import ONE_UNIT, PER_LAYER
 
-PER_BLOCK = "per block"
-
 
 class TargetError(ValueError):
     """A model or wrapping that was named and cannot be had; the message is one sentence."""
@@ -90,11 +88,11 @@ def _from_class(name: str) -> nn.Module:
     transformers = _transformers()
     found = getattr(transformers, name, None)
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        model: nn.Module = found(found.config_class())
-        return model
+        model: Any = found
+        return model(model.config_class())  # type: ignore[no-any-return]
     if isinstance(found, type) and issubclass(found, transformers.PretrainedConfig):
-        model = transformers.AutoModel.from_config(found())
-        return model
+        bare: nn.Module = transformers.AutoModel.from_config(found())
+        return bare
     raise TargetError(
         f"'{name}' is not a model or configuration class of transformers {transformers.__version__}; give"
         " package.module:function, the path of a config.json, or such a class"
@@ -116,8 +114,8 @@ def with_lora(model: nn.Module, rank: int) -> nn.Module:
 def wrapping(model: nn.Module, text: str) -> Any:
     """What `--wrap` asks for, as `audit` takes it.
 
-    `one-unit`; `per-layer`; `per-block`, the classes that the model says must not be split, else those that fill
-    a `ModuleList`; `per-tensor`, LoRA adapters as PEFT's own policy makes them, and blocks; `size:NUMEL`; or
+    `one-unit`; `per-layer`; `per-block`, the classes that the model says must not be split, else those
+    that fill a `ModuleList`; `per-tensor`, LoRA adapters as PEFT's own policy makes them, and blocks; `size:NUMEL`; or
     class names with commas between them.
 
     Raises `TargetError`.
