@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .tools import audit, bench, models, reproduce
+from .tools import audit, bench, impact, models, reproduce
 from .tools.world import World, choose_device, leave
 
 
@@ -30,8 +30,8 @@ class UsageError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 if all is as it should be, 1 if not, 2 for bad usage."""
     options = _parse(arguments)
-    if options.command == "audit":
-        return _audit(options)
+    if options.command in ("audit", "impact"):
+        return (_audit if options.command == "audit" else _impact)(options)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         status = _run_as_rank(options) if under_torchrun else _run(options)
@@ -61,6 +61,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     _add_common(command)
     _add_audit(commands)
+    command = commands.add_parser("impact", help="audit public architectures at their published sizes")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     options = parser.parse_args(arguments)
     if options.command == "bench":
         options.work = partial(bench.run, options.models, options.rounds, options.played)
@@ -129,6 +131,18 @@ def _audit(options: argparse.Namespace) -> int:
         print(f"refimpl audit: {error}", file=sys.stderr)
         return 2
     print(audit.markdown(results) if options.markdown else audit.table(results, options.top))
+    return 0
+
+
+def _impact(options: argparse.Namespace) -> int:
+    try:
+        found = impact.impact()
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        print(f"refimpl impact: {error}", file=sys.stderr)
+        return 2
+    print(impact.markdown(found))
     return 0
 
 

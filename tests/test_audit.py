@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -24,6 +28,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from refimpl import read_layouts
+from refimpl.__main__ import main
 from refimpl.layout import ShardLayout
 from refimpl.tools.audit import ONE_UNIT, PER_LAYER, Audit, audit
 from refimpl.tools.world import World
@@ -225,3 +230,65 @@ def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="the model has no module 'nowhere'"):
         audit(nn.Linear(3, 3), ["nowhere"], 2)
+
+
+def make_net() -> nn.Module:
+    return Net()
+
+
+def run_audit(*arguments: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["audit", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_the_command_line_for_a_function(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    status, out, err = run_audit(
+        "test_audit:make_net", "--wrap", "TransformerEncoderLayer", "--world-size", "2,8", "--json", str(path)
+    )
+    assert (status, err) == (0, "")
+    found = json.loads(path.read_text())
+    assert [each["world_size"] for each in found] == [2, 8]
+    assert found[0]["params"] == len(found[0]["by_parameter"])
+    assert out.splitlines()[0].split()[:3] == ["wrapping", "ranks", "use_orig_params"]
+    markdown = run_audit("test_audit:make_net", "--wrap", "per-layer", "--markdown")[1]
+    assert markdown.splitlines()[1] == "| " + " | ".join(["---"] * 12) + " |"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["test_audit:nothing"], "'test_audit' has no 'nothing'"),
+        (["no.such.module:f"], "cannot import 'no.such.module'"),
+        (["test_audit:llama_405b"], "returned a dict, not a module"),
+        (["missing.json"], "cannot read the configuration missing.json"),
+        (
+            ["test_audit:make_net", "--world-size", "0"],
+            "takes whole numbers of at least 1, got '0'",
+        ),
+        (["test_audit:make_net", "--world-size", "two"], "got 'two'"),
+        (["test_audit:make_net", "--wrap", "Nope"], "the model has no module of class 'Nope'; it has "),
+        (["test_audit:make_net", "--wrap", "size:big"], "--wrap size:NUMEL takes a whole number"),
+        (["test_audit:make_net", "--lora", "r=0"], "--lora takes r=RANK"),
+        (["test_audit:make_net", "--json", "/no/such/folder/x.json"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_audited_is_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    status, out, err = run_audit(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_frozen_parameters() -> None:
+    """A frozen unit has no state; frozen and trainable in one unit is what FSDP1 refuses itself."""
+    model = Net()
+    model.encoder.requires_grad_(False)
+    result = audit(model, ["encoder"], 2)
+    assert not any(param.fqn.startswith("encoder") for param in result.params)
+    with pytest.raises(ValueError, match=r"is frozen and .* is not, and both are in one unit"):
+        audit(model, ONE_UNIT, 2)
+    with_orig = audit(model, ONE_UNIT, 2, use_orig_params=True)
+    assert {param.fqn for param in with_orig.params} == {param.fqn for param in result.params}

@@ -115,8 +115,8 @@ def wrapping(model: nn.Module, text: str) -> Any:
     """What `--wrap` asks for, as `audit` takes it.
 
     `one-unit`; `per-layer`; `per-block`, the classes that the model says must not be split, else those
-    that fill a `ModuleList`; `per-tensor`, LoRA adapters as PEFT's own policy makes them, and blocks; `size:NUMEL`; or
-    class names with commas between them.
+    that fill a `ModuleList`; `per-tensor`, LoRA adapters as PEFT's own policy makes them, and blocks;
+    `size:NUMEL`; or class names with commas between them.
 
     Raises `TargetError`.
     """

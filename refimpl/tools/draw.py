@@ -1,0 +1,123 @@
+"""A layout as a strip of text, and as a picture, from the same object.
+
+The strip is readable without colour. One character stands for `scale` elements:
+
+    ranks   |0             |1             |
+    params  aaaaaabbbbbbbbbbbbbbbbbbccc...
+    blocks  ' ' ' ' ' ' X ' ' ' '
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from string import ascii_lowercase, ascii_uppercase
+
+from ..layout import BLOCK_SIZE, ShardLayout
+
+LETTERS = ascii_lowercase + ascii_uppercase
+PADDING = "."
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+
+
+def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: int = BLOCK_SIZE) -> str:
+    """Four lines of text: ranks, parameters, blocks, and what the letters mean.
+
+    In the line of blocks, `'` marks where a block of 8-bit state begins and `X` where a rank bound cuts
+    one. `is_8bit[i]` says which parameters have blocks (default: all). A character shows what lies at
+    its first element, and marks of anything that falls into it.
+    """
+    total = layout.bounds[-1]
+    columns = range(0, total, scale)
+    ranks = [" "] * len(columns)
+    for rank, bound in enumerate(layout.bounds[:-1]):
+        label = f"|{rank}"
+        for place, letter in enumerate(label, bound // scale):
+            if place < len(ranks) and (place == bound // scale or ranks[place] == " "):
+                ranks[place] = letter
+    blocks = [" "] * len(columns)
+    for start, _ in _blocks(layout, is_8bit):
+        blocks[start // scale] = "'"
+    for bound in _cutting_bounds(layout, is_8bit):
+        blocks[bound // scale] = "X"
+    params = "".join(_letter_at(layout, position) for position in columns)
+    legend = ", ".join(
+        f"{LETTERS[index % len(LETTERS)]} = {param.fqn} ({param.numel:,})"
+        for index, param in enumerate(layout.params)
+    )
+    return "\n".join(
+        [
+            f"ranks   {''.join(ranks)}".rstrip(),
+            f"params  {params}",
+            f"blocks  {''.join(blocks)}".rstrip(),
+            f"        {legend}; {PADDING} = padding; one character = {scale:,} elements",
+        ]
+    )
+
+
+def svg(
+    layout: ShardLayout,
+    is_8bit: Sequence[bool] | None = None,
+    *,
+    width: int = 720,
+    title: str = "Layout of one FSDP unit",
+) -> str:
+    """The same as a picture: parameters as bars, rank bounds as tall lines, blocks as ticks, cut ones red."""
+    total = max(1, layout.bounds[-1])
+
+    def at(position: int) -> str:
+        return f"{10 + position * (width - 20) / total:.2f}"
+
+    shapes = []
+    for index, param in enumerate(layout.params):
+        length = param.numel * (width - 20) / total
+        shapes.append(
+            f'<rect x="{at(param.flat_start)}" y="30" width="{length:.2f}" height="34"'
+            f' fill="{COLOURS[index % len(COLOURS)]}"/>'
+        )
+        if length > 14:
+            middle = at(param.flat_start + param.numel // 2)
+            letter = LETTERS[index % len(LETTERS)]
+            shapes.append(f'<text x="{middle}" y="52" fill="#fff" text-anchor="middle">{letter}</text>')
+    for start, _ in _blocks(layout, is_8bit):
+        shapes.append(f'<path d="M{at(start)} 64v7" stroke="#555"/>')
+    for bound in _cutting_bounds(layout, is_8bit):
+        shapes.append(f'<path d="M{at(bound)} 64v14" stroke="#d00" stroke-width="3"/>')
+    for rank, bound in enumerate(layout.bounds):
+        shapes.append(f'<path d="M{at(bound)} 22v56" stroke="#000" stroke-width="1.5"/>')
+        if rank < layout.num_ranks:
+            shapes.append(f'<text x="{at(bound)}" y="16" dx="3">rank {rank}</text>')
+    for index, param in enumerate(layout.params):
+        letter = LETTERS[index % len(LETTERS)]
+        label = escape(f"{letter} = {param.fqn}, {param.numel:,} elements")
+        shapes.append(f'<text x="10" y="{100 + 18 * index}">{label}</text>')
+    height = 100 + 18 * len(layout.params)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        f' font-family="sans-serif" font-size="13"><title>{escape(title)}</title>'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(shapes)}</svg>\n'
+    )
+
+
+def _letter_at(layout: ShardLayout, position: int) -> str:
+    for index, param in enumerate(layout.params):
+        if param.flat_start <= position < param.flat_end:
+            return LETTERS[index % len(LETTERS)]
+    return PADDING
+
+
+def _blocks(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> Iterator[tuple[int, int]]:
+    """The blocks of 8-bit parameters in flat coordinates."""
+    for index, param in enumerate(layout.params):
+        if is_8bit is None or is_8bit[index]:
+            for start in range(param.flat_start, param.flat_end, BLOCK_SIZE):
+                yield start, min(start + BLOCK_SIZE, param.flat_end)
+
+
+def _cutting_bounds(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> list[int]:
+    """The rank bounds that lie strictly inside a block."""
+    return [
+        bound
+        for bound in layout.bounds
+        if any(start < bound < end for start, end in _blocks(layout, is_8bit))
+    ]

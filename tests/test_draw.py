@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from refimpl.layout import OriginalParam, ShardLayout
+from refimpl.tools import draw
+
+LAYOUT = ShardLayout(
+    (OriginalParam("x", (3000,)), OriginalParam("y", (96, 96), 3000), OriginalParam("z", (500,), 12216)),
+    (0, 6358, 12716),
+)
+
+
+def test_the_strip_says_what_lies_where() -> None:
+    ranks, params, blocks, legend = draw.strip(LAYOUT, [False, True, False]).split("\n")
+    assert ranks == "ranks   |0                      |1"
+    assert params == "params  " + "x".replace("x", "a") * 12 + "b" * 36 + "c" * 2
+    assert blocks.count("'") + blocks.count("X") == 36
+    assert blocks.index("X") - 8 == 6358 // 256
+    assert "a = x (3,000), b = y (9,216), c = z (500)" in legend
+
+
+def test_padding_and_bounds_that_cut_nothing() -> None:
+    layout = ShardLayout((OriginalParam("a", (512,)),), range(0, 1025, 256))
+    ranks, params, blocks, _ = draw.strip(layout, scale=64).split("\n")
+    assert params == "params  " + "a" * 8 + "." * 8
+    assert ranks == "ranks   |0  |1  |2  |3"
+    assert blocks == "blocks  '   '"
+    assert "X" not in blocks
+
+
+def test_the_picture_shows_the_same() -> None:
+    picture = draw.svg(LAYOUT, [False, True, False])
+    root = ElementTree.fromstring(picture)
+    tags = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert tags.count("rect") == 1 + 3
+    assert picture.count('stroke="#d00"') == 1
+    assert picture.count('stroke="#555"') == 36
+    assert picture.count('stroke="#000"') == 3
+    assert "b = y, 9,216 elements" in picture
+
+
+def test_names_are_escaped() -> None:
+    layout = ShardLayout((OriginalParam("<a&b>", (10,)),), (0, 10))
+    ElementTree.fromstring(draw.svg(layout, title="a < b"))
