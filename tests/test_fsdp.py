@@ -553,6 +553,12 @@ def transposed(**options: Any) -> Any:
     return wrap(model, **options)
 
 
+def transposed_two_by_two(**options: Any) -> Any:
+    model = small()
+    model.b.weight = nn.Parameter(torch.zeros(2, 2).t())
+    return wrap(model, **options)
+
+
 def transposed_in_a_unit(**options: Any) -> Any:
     model = deep()
     model.block.a.weight = nn.Parameter(torch.zeros(4, 6).t())
@@ -576,6 +582,7 @@ def refusal(build: Callable[..., Any], **options: Any) -> tuple[str, str]:
         (channels_last, "conv.weight"),
         (channels_last_outside, "conv.weight"),
         (transposed, "a.weight"),
+        (transposed_two_by_two, "b.weight"),
         (transposed_in_a_unit, "block.a.weight"),
     ],
 )
@@ -653,9 +660,13 @@ def short_shard(flat_param: Any) -> None:
     flat_param._sharded_size = torch.Size([3])
 
 
-def read_tampered(tamper: Callable[[Any], None]) -> tuple[str, str]:
+def no_room_for_alignment(flat_param: Any) -> None:
+    flat_param._sharded_size = torch.Size([sum(flat_param._numels_with_padding) // 2 - 1])
+
+
+def read_tampered(tamper: Callable[[Any], None], use_orig_params: bool) -> tuple[str, str]:
     def build() -> Any:
-        model, _ = one_unit()
+        model, _ = one_unit(use_orig_params=use_orig_params)
         tamper(model._handle.flat_param)
         return model
 
@@ -663,19 +674,20 @@ def read_tampered(tamper: Callable[[Any], None]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("tamper", "message"),
+    ("tamper", "use_orig_params", "message"),
     [
-        (shifted_offset, "it records .* was computed"),
-        (exclusive_end, "it records .* was computed"),
-        (forgotten_segment, "it records .* was computed"),
-        (other_numel, r"'a\.weight' has shape \(7, 9\) but 64 elements"),
-        (short_shard, "2 shards of 3 elements cannot hold 81"),
+        (shifted_offset, False, "it records .* was computed"),
+        (exclusive_end, False, "it records .* was computed"),
+        (forgotten_segment, False, "it records .* was computed"),
+        (other_numel, False, r"'a\.weight' has shape \(7, 9\) but 64 elements"),
+        (short_shard, False, "2 shards of 3 elements cannot hold 81"),
+        (no_room_for_alignment, True, "2 shards of 43 elements cannot hold 88"),
     ],
 )
 def test_metadata_that_contradicts_itself_is_refused(
-    world: Worlds, tamper: Callable[[Any], None], message: str
+    world: Worlds, tamper: Callable[[Any], None], use_orig_params: bool, message: str
 ) -> None:
-    kind, told = world(2).run(read_tampered, tamper)[0]
+    kind, told = world(2).run(read_tampered, tamper, use_orig_params)[0]
     assert kind == "RuntimeError"
     assert f"FSDP1's metadata in torch {torch.__version__} is not as expected" in told
     assert re.search(message, told)

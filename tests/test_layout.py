@@ -287,6 +287,17 @@ def test_a_rank_that_touches_a_cut_block_holds_or_receives_all_of_it(layout: Sha
 
 @properties
 @given(layouts, st.data())
+def test_any_cut_is_the_same_answer_on_every_rank(layout: ShardLayout, data: st.DataObject) -> None:
+    count = len(layout.params)
+    is_8bit = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    cuts = [cut for own in Oracle.of(layout).cut_blocks(layout) for cut in own]
+    for rank in {0, layout.num_ranks - 1}:
+        told = replace(layout, rank=rank).any_cut(is_8bit)
+        assert told == any(is_8bit[cut.index] for cut in cuts)
+
+
+@properties
+@given(layouts, st.data())
 def test_pieces_of_any_range_come_from_the_ranks_that_hold_them(
     layout: ShardLayout, data: st.DataObject
 ) -> None:
