@@ -31,7 +31,7 @@ def read_layouts(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
     with True each original parameter is a tensor of its own, of which this rank may hold a part or
     nothing. Parameters outside any unit (`ignored_states`, an unwrapped root) are whole.
 
-    FQNs are those of the unwrapped model; a tied weight goes by its first name. `process_group`
+    FQNs are those of the unwrapped model; a tied weight goes by its first name in its unit. `process_group`
     is the one the unit is sharded over, also under HYBRID_SHARD; it is None where the
     tensor is not sharded (NO_SHARD, one rank).
 

@@ -681,7 +681,7 @@ def read_tampered(tamper: Callable[[Any], None], use_orig_params: bool) -> tuple
         (forgotten_segment, False, "it records .* was computed"),
         (other_numel, False, r"'a\.weight' has shape \(7, 9\) but 64 elements"),
         (short_shard, False, "2 shards of 3 elements cannot hold 81"),
-        (no_room_for_alignment, True, "2 shards of 43 elements cannot hold 88"),
+        (no_room_for_alignment, True, "2 shards of 42 elements cannot hold 86"),
     ],
 )
 def test_metadata_that_contradicts_itself_is_refused(
