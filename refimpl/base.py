@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import named_state, stock
-from .fsdp import is_fsdp_parameter
+from .fsdp import clean_name, is_fsdp_parameter
 from .layout import OriginalParam, ShardLayout
-from .named_state import NamedParam, State
+from .named_state import NamedParam, State, States
 from .update import Hyperparameters, is_state_8bit
 
 NO_GRADIENT, GRADIENT, REFUSED = 0, 1, 2
@@ -129,7 +129,9 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         try:
             for key in ("lr", "betas", "eps", "weight_decay"):
                 _check_hyperparameter(key, group[key])
-            names = group.get("param_names") or [""] * len(group["params"])
+            number = len(self.param_groups) - 1
+            unnamed = [f"param.{number}.{position}" for position in range(len(group["params"]))]
+            names = group.get("param_names") or unnamed
             settings = {
                 tensor: self._resolve(tensor, name)
                 for tensor, name in zip(group["params"], names, strict=True)
@@ -146,10 +148,11 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
 
         Collective: every rank that shares a parameter must call it.
 
-        Raises `RuntimeError` on every rank that shares the parameter, before anything changed, if a
-        gradient has another dtype than its parameter (`refuse.gradient-dtype`), an unsharded shape, as
-        right after a backward in `no_sync` (`refuse.unsharded-gradient`), or is sparse
-        (`refuse.sparse-gradient`).
+        Raises `RuntimeError`, before anything changed, if a gradient has another dtype than its
+        parameter (`refuse.gradient-dtype`), an unsharded shape, as right after a backward in `no_sync`
+        (`refuse.unsharded-gradient`), or is sparse (`refuse.sparse-gradient`). What one rank alone must
+        refuse is raised on those too that exchange gradients with it (`refuse.missing-gradient` is
+        found so); others learn of it when it stops.
         """
         loss = None
         if closure is not None:
@@ -188,7 +191,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         found = []
         for index, param in enumerate(settings.params):
             values = {**group, **dict(param.overrides)}
-            hyper = {key: values[key] for key in named_state.HYPERPARAMETERS}
+            hyper = {key: _plain(values[key]) for key in named_state.HYPERPARAMETERS}
             found.append(NamedParam(tensor, settings.layout, index, param.is_8bit, hyper))
         return found
 
@@ -215,7 +218,10 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for key in named_state.HYPERPARAMETERS:
                 for value in self._saved_values(group, key, saved):
-                    group[key] = value
+                    if isinstance(group[key], Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
 
     def _saved_values(
         self, group: Mapping[str, Any], key: str, saved: Mapping[str, Mapping[str, Any]]
@@ -238,8 +244,8 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         """The state of elements `start..end` of `param`, in whole blocks: views."""
         raise NotImplementedError
 
-    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
-        """Replace all state: by name, the step and the state of `needed_range` (empty if step is 0)."""
+    def write_states(self, states: States) -> None:
+        """Replace all state by the step, and the state of `needed_range`, of each parameter."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,19 +265,34 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         Collective over the ranks that share parameters. Raises `CheckpointError` on all of them, with
         nothing changed, if it does not fit (`refuse.checkpoint`).
         """
-        groups = list(zip(self.param_groups, state_dict["param_groups"], strict=False))
         packed: dict[Tensor, stock.Packed] = {}
-        problems = []
-        for group, saved in groups:
-            for tensor, number in zip(group["params"], saved["params"], strict=False):
-                if state_dict["state"].get(number):
-                    packed[tensor] = state_dict["state"][number]
-                    params = self._named_params_of(group, tensor)
-                    problems.append(stock.problem(params, tensor, packed[tensor]))
-        named_state.agree(problems, named_state.groups_of(self))
+        problem = named_state.first_problem(lambda: self._match(state_dict, packed))
+        named_state.agree([problem], named_state.groups_of(self))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._forget_state(self._settings)
         self._write_packed(packed)
+
+    def _match(self, state_dict: Mapping[str, Any], packed: dict[Tensor, stock.Packed]) -> str | None:
+        """Put the state in `state_dict` into `packed`, by tensor; or say why it is not this optimizer's."""
+        if stock.is_native(state_dict):
+            return (
+                "the checkpoint is native bitsandbytes state: convert it with"
+                " checkpoint.from_bitsandbytes and use load_full_state_dict"
+            )
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        if sizes != saved_sizes:
+            return f"the checkpoint has param groups of {saved_sizes} tensors, this optimizer of {sizes}"
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for tensor, number in zip(group["params"], saved["params"], strict=True):
+                if state_dict["state"].get(number):
+                    packed[tensor] = state_dict["state"][number]
+                    params = self._named_params_of(group, tensor)
+                    problem = stock.problem(params, tensor, packed[tensor])
+                    if problem is not None:
+                        return problem
+        return None
 
     def _forget_state(self, tensors: Iterable[Tensor]) -> None:
         """As if `tensors` had never been updated.
@@ -334,7 +355,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
                     " layouts: pass layouts=refimpl.read_layouts(model), read after wrapping"
                     " (refuse.no-metadata)"
                 )
-            whole = OriginalParam(name, tuple(tensor.shape))
+            whole = OriginalParam(clean_name(name), tuple(tensor.shape))
             layout = ShardLayout((whole,), (0, whole.numel))
         if layout.shard_numel != tensor.numel():
             raise ValueError(
@@ -430,6 +451,13 @@ def _gradient_problem(tensor: Tensor, name: str) -> str | None:
             " backward before step() outside no_sync() (refuse.unsharded-gradient)"
         )
     return None
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as plain numbers, where a scheduler has made a tensor or numpy number of it."""
+    if isinstance(value, (tuple, list)):
+        return tuple(float(each) for each in value)
+    return float(value)
 
 
 def _hyperparameters(values: Mapping[str, Any]) -> Hyperparameters:

@@ -19,17 +19,30 @@ import io
 import json
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -39,6 +52,7 @@ from .named_state import (
     HoldsState,
     NamedParam,
     State,
+    States,
     agree,
     agree_on_steps,
     check_header,
@@ -46,6 +60,8 @@ from .named_state import (
     cut_state,
     describe,
     empty_state,
+    first_problem,
+    refuse_equal_names,
 )
 
 __all__ = [
@@ -65,8 +81,12 @@ def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     loadable until the new one is complete, and is then replaced. `process_group` (default: all ranks)
     must contain every rank that holds part of the model.
 
-    Raises `torch.distributed.checkpoint.CheckpointException` on every rank if one of them cannot write.
+    Raises `CheckpointError` if ranks that hold copies of one parameter disagree on its state, or the folder
+    holds a checkpoint of something else; `torch.distributed.checkpoint.CheckpointException` on every rank
+    if one of them cannot write.
     """
+    group = [process_group or dist.group.WORLD] if dist.is_initialized() else []
+    agree([first_problem(lambda: _foreign(path), lambda: refuse_equal_names(optimizer))], group)
     steps = agree_on_steps(optimizer)
     tensors = {
         f"state/{param.fqn}/{start}/{name}": value
@@ -77,6 +97,7 @@ def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     }
     digests = _gathered({key: _digest(value) for key, value in tensors.items()}, process_group)
     header = json.dumps({**describe(optimizer, steps), "digests": digests}).encode()
+    header = _of_first_rank(header, process_group)
     tensors["header"] = _as_tensor(header)
     tensors["header_digest"] = _as_tensor(hashlib.blake2b(header, digest_size=16).digest())
     with warnings.catch_warnings():
@@ -99,15 +120,18 @@ def load_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     Raises `CheckpointError` on every rank, with nothing changed, if the checkpoint is missing, incomplete,
     damaged or does not fit (`refuse.checkpoint`).
     """
-    problem, header, states = None, {}, {}
-    try:
+    header: dict[str, Any] = {}
+    states: States = {}
+
+    def read() -> str | None:
         reader = _Reader(path)
-        header = _read_header(reader)
+        header.update(_read_header(reader))
         problem = check_header(optimizer, header)
         if problem is None:
-            states = _read_states(optimizer, reader, header)
-    except CheckpointError as error:
-        problem = str(error)
+            states.update(_read_states(optimizer, reader, header))
+        return problem
+
+    problem = first_problem(read)
     agree([problem], [process_group or dist.group.WORLD] if dist.is_initialized() else [])
     optimizer.write_states(states)
     optimizer.restore_hyperparameters(header["params"])
@@ -117,8 +141,31 @@ def _gathered(digests: dict[str, str], process_group: Any) -> dict[str, str]:
     if dist.is_initialized():
         everyone: list[Any] = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(everyone, digests, group=process_group)
-        digests = {key: digest for each in everyone for key, digest in each.items()}
+        digests = {}
+        for key, digest in (item for each in everyone for item in each.items()):
+            if digests.setdefault(key, digest) != digest:
+                raise CheckpointError(
+                    f"'{key}' differs between ranks that should hold copies of it: replicas have drifted"
+                    " apart, or its gradients were not reduced, as under ignored_states"
+                )
     return dict(sorted(digests.items()))
+
+
+def _foreign(path: str | os.PathLike[str]) -> str | None:
+    """Whether saving to `path` would replace a checkpoint of something else."""
+    if (Path(path) / ".metadata").exists() and "header" not in _Reader(path).sizes():
+        return f"{path} holds a checkpoint of something else, which saving would replace"
+    return None
+
+
+def _of_first_rank(header: bytes, process_group: Any) -> bytes:
+    """One header for all: step counts of parameters that are not sharded may differ by rank."""
+    everyone: list[Any] = [header]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(everyone, header, group=process_group)
+    first: bytes = everyone[0]
+    return first
 
 
 def _digest(value: Tensor) -> str:
@@ -128,6 +175,10 @@ def _digest(value: Tensor) -> str:
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+OWN_FILE = re.compile(r"[0-9a-f]{12}__\d+_\d+\.distcp$")
+"""What `_Writer` names its files; those of another checkpoint in the folder are left alone."""
 
 
 class _AtomicFileSystem(FileSystem):
@@ -165,7 +216,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
         named = {each.relative_path for each in metadata.storage_data.values()}
         for file in Path(self.path).glob("*.distcp"):
-            if file.name not in named:
+            if file.name not in named and OWN_FILE.match(file.name):
                 file.unlink(missing_ok=True)
 
 
@@ -181,14 +232,11 @@ class _Reader(FileSystemReader):
         if self._metadata is None:
             file = Path(self.path) / ".metadata"
             try:
-                metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-                if not isinstance(metadata, Metadata):
-                    raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+                self._metadata = _rebuild(_InertUnpickler(io.BytesIO(file.read_bytes())).load())
             except FileNotFoundError:
                 raise CheckpointError(f"there is no complete checkpoint in {self.path}: no {file}") from None
             except Exception as error:
-                raise CheckpointError(f"{file} is damaged: {error}") from None
-            self._metadata = metadata
+                raise CheckpointError(f"{file} is damaged: {error!r}") from None
         return self._metadata
 
     def sizes(self) -> dict[str, TensorStorageMetadata]:
@@ -204,40 +252,60 @@ class _Reader(FileSystemReader):
         return Path(self.path)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that torch.distributed.checkpoint describes tensors with, and no others."""
+class _Record:
+    """What a pickle says of one object: how it was called, and its state. Nothing is done with it."""
 
-    CLASSES = (
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch", "float32"),
-        ("torch", "uint8"),
-        ("torch.serialization", "_get_layout"),
-        *(
-            (module, f"{kind}{system}Path")
-            for module in ("pathlib", "pathlib._local")
-            for kind in ("", "Pure")
-            for system in ("Posix", "Windows")
-        ),
-    )
+    def __new__(cls, *args: Any) -> _Record:
+        record = super().__new__(cls)
+        record.args, record.state = args, {}
+        return record
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Makes a record of every object, whatever its class, and touches nothing of torch's or anyone's.
+
+    Of all names only those of the two dtypes that checkpoints here consist of mean something.
+    """
+
+    DTYPES: ClassVar = {"float32": torch.float32, "uint8": torch.uint8}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises `UnpicklingError` for anything but `CLASSES`."""
-        if (module, name) not in self.CLASSES:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
+        """A class of its own for every mention, so that a pickle can spoil no other."""
+        if module == "torch" and name in self.DTYPES:
+            return self.DTYPES[name]
+        return type(name, (_Record,), {})
+
+
+def _rebuild(found: _Record) -> Metadata:
+    """The list of files from its record: what tensors there are, and where each lies."""
+    tensors = {}
+    for key, each in found.state["state_dict_metadata"].items():
+        dtype = each.state["properties"].state[0]
+        size = _size(each.state["size"])
+        chunks = [
+            ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
+            for chunk in each.state["chunks"]
+        ]
+        tensors[str(key)] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    places = {}
+    for index, info in found.state["storage_data"].items():
+        name = str(info.state["relative_path"])
+        if Path(name).name != name:
+            raise ValueError(f"it names the file {name}, outside the folder")
+        where = MetadataIndex(str(index.state["fqn"]), _size(index.state["offset"]), index.state.get("index"))
+        places[where] = _StorageInfo(name, int(info.state["offset"]), int(info.state["length"]))
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def _size(record: _Record) -> torch.Size:
+    (numbers,) = record.args
+    return torch.Size(int(number) for number in numbers)
 
 
 def _read_header(reader: _Reader) -> dict[str, Any]:
@@ -249,23 +317,21 @@ def _read_header(reader: _Reader) -> dict[str, Any]:
     return header
 
 
-def _read_states(
-    optimizer: HoldsState, reader: _Reader, header: Mapping[str, Any]
-) -> dict[str, tuple[int, State]]:
+def _read_states(optimizer: HoldsState, reader: _Reader, header: Mapping[str, Any]) -> States:
     """What this rank needs, parameter by parameter, so that what it reads too much of is soon freed."""
     stretches: dict[str, list[int]] = {}
     for key in header["digests"]:
         fqn, first, name = key.removeprefix("state/").rsplit("/", 2)
         if name == "state1":
             stretches.setdefault(fqn, []).append(int(first))
-    states: dict[str, tuple[int, State]] = {}
+    states: States = {}
     for param in optimizer.named_params():
         step = header["params"].get(param.fqn, {"step": 0})["step"]
         start, end = optimizer.needed_range(param) if step > 0 else (0, 0)
-        states[param.fqn] = (step, {})
+        states[param.key] = (step, {})
         if start < end:
             starts = sorted(stretches.get(param.fqn, []))
-            states[param.fqn] = (step, _read_range(reader, header, param, starts, start, end))
+            states[param.key] = (step, _read_range(reader, header, param, starts, start, end))
     return states
 
 
@@ -312,7 +378,7 @@ def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable")
             load(tensors, storage_reader=reader, no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
         raise CheckpointError(f"'{keys[0]}' in {reader.file_of(keys[0])} cannot be read: {reason}") from None
     return tensors

@@ -60,6 +60,8 @@ def from_bitsandbytes(
     256 elements.
     """
     flat_names = [name for group in _nested(names) for name in group]
+    if len(shapes) != len(flat_names):
+        raise CheckpointError(f"there are {len(shapes)} shapes for {len(flat_names)} names")
     by_name = shapes if isinstance(shapes, Mapping) else dict(zip(flat_names, shapes, strict=True))
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     if len(numbers) != len(flat_names):
@@ -102,7 +104,7 @@ def to_torch_adamw(full: Mapping[str, Any], names: Names) -> dict[str, Any]:
         entry = full["state"].get(name)
         if entry is not None:
             state[number] = {
-                "step": torch.tensor(float(entry["step"])),
+                "step": torch.tensor(float(entry["step"]), dtype=torch.float32),
                 "exp_avg": _dequantized(entry, 1),
                 "exp_avg_sq": _dequantized(entry, 2),
             }

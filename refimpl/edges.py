@@ -48,7 +48,7 @@ class EdgeExchange:
         edges: this rank's, in the order of the optimizer's tensors, which is the same on every rank.
         layout: of any tensor of the group: rank, number of ranks and process group are read from it.
         dtype: one that holds the gradients of all tensors of the group exactly; the same on every rank.
-        device: from where the group can send (`checkpoint.transport_device`).
+        device: from where the group can send (`named_state.transport_device`).
     """
 
     def __init__(
@@ -119,9 +119,14 @@ class EdgeExchange:
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first, in few kernel launches."""
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    """Copy the second of each pair into the first, in few kernel launches: one batch a pair of dtypes."""
+    batches: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        targets, sources = batches.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in batches.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def flat(tensor: Tensor) -> Tensor:

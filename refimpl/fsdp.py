@@ -42,7 +42,7 @@ def read_layouts(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise TypeError(
-                f"parameter '{_clean(name)}' is a DTensor (FSDP2 or tensor parallelism): only"
+                f"parameter '{clean_name(name)}' is a DTensor (FSDP2 or tensor parallelism): only"
                 " FullyShardedDataParallel (FSDP1) models are supported (refuse.dtensor)"
             )
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
@@ -60,8 +60,8 @@ def read_layouts(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
     for name, param in model.named_parameters():
         if param not in layouts:
             if not param.is_contiguous():
-                raise _memory_order_error(_clean(name), param.shape, param.stride())
-            whole = OriginalParam(_clean(name), tuple(param.shape))
+                raise _memory_order_error(clean_name(name), param.shape, param.stride())
+            whole = OriginalParam(clean_name(name), tuple(param.shape))
             layouts[param] = ShardLayout((whole,), (0, whole.numel))
     return layouts
 
@@ -71,7 +71,8 @@ def wrapped_modules(model: nn.Module, policy: Any) -> list[nn.Module]:
 
     In the order in which they are wrapped, children before parents, without `model` itself, which is
     always one. `policy` is a `ModuleWrapPolicy`, a `CustomPolicy` or a callable such as
-    `size_based_auto_wrap_policy`. Nothing is wrapped, so `model` may be on the meta device.
+    `size_based_auto_wrap_policy`. Nothing is wrapped, so `model` may be on the meta device. Only the
+    audit uses this; it is here for what it reads.
     """
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(model, set(), {})
@@ -149,7 +150,7 @@ def _read_params(unit_name: str, flat_param: Any) -> tuple[OriginalParam, ...]:
     for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not is_padding:
             fqn, shape, stride, extension = next(fields)
-            param = OriginalParam(_clean(f"{unit_name}.{fqn}".lstrip(".")), tuple(shape), flat_start)
+            param = OriginalParam(clean_name(f"{unit_name}.{fqn}".lstrip(".")), tuple(shape), flat_start)
             if extension is not None:
                 raise TypeError(
                     f"parameter '{param.fqn}' is sharded by tensor parallelism as well as by"
@@ -188,7 +189,8 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
+    """`name` without what wrappers have added to it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

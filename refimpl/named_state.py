@@ -14,7 +14,7 @@ first element, which has all of it (`layout.StateSegment`): nothing is dequantiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 State = dict[str, Tensor]
 """`state1`, `state2` and, where 8-bit, `absmax1`, `absmax2`, of a range of whole blocks; flat."""
 
+States = dict[tuple[Tensor, int], tuple[int, State]]
+"""By `NamedParam.key`: the step, and the state of `needed_range` (empty if the step is 0)."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded. The optimizer is as it was, on every rank."""
@@ -47,6 +50,11 @@ class NamedParam:
     index: int
     is_8bit: bool
     hyper: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[Tensor, int]:
+        """What identifies it in this process, whatever its name."""
+        return self.tensor, self.index
 
     @property
     def fqn(self) -> str:
@@ -95,8 +103,8 @@ class HoldsState(Protocol):
     def read_state(self, param: NamedParam, start: int, end: int) -> State:
         """The state of elements `start..end`, which this rank keeps: views."""
 
-    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
-        """Replace all state: by name, the step, and the state of `needed_range` (empty if step is 0)."""
+    def write_states(self, states: States) -> None:
+        """Replace all state."""
 
     def restore_hyperparameters(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the param groups to what was saved, by name."""
@@ -114,6 +122,7 @@ def full_state_dict(optimizer: HoldsState, *, rank0_only: bool = False) -> dict[
     Gathered parameter by parameter. With `rank0_only`, only the first rank of each process group gets
     it, and the others an empty dict.
     """
+    refuse_equal_names(optimizer)
     steps = agree_on_steps(optimizer)
     state = {}
     for param in optimizer.named_params():
@@ -124,6 +133,18 @@ def full_state_dict(optimizer: HoldsState, *, rank0_only: bool = False) -> dict[
     if rank0_only and any(param.layout.rank > 0 for param in optimizer.named_params()):
         return {}
     return {**describe(optimizer, steps), "state": state}
+
+
+def refuse_equal_names(optimizer: HoldsState) -> None:
+    """Raise `CheckpointError` if two parameters have one name, as two models in one optimizer may."""
+    seen: set[str] = set()
+    for param in optimizer.named_params():
+        if param.fqn in seen:
+            raise CheckpointError(
+                f"two parameters of this optimizer are named '{param.fqn}': state by name needs a name for"
+                " each; use state_dict(), or an optimizer for each model"
+            )
+        seen.add(param.fqn)
 
 
 def describe(optimizer: HoldsState, steps: Mapping[str, int]) -> dict[str, Any]:
@@ -153,20 +174,38 @@ def load_full_state_dict(optimizer: HoldsState, full: Mapping[str, Any]) -> None
 
     Raises `CheckpointError` on every rank, with nothing changed, if it does not fit (`refuse.checkpoint`).
     """
-    header: dict[str, Any] = {key: value for key, value in full.items() if key != "state"}
+    is_dict = isinstance(full, Mapping)
+    header = {key: value for key, value in full.items() if key != "state"} if is_dict else {}
     shared = _share_headers(optimizer, header)
-    problem = shared if isinstance(shared, str) else check_header(optimizer, shared)
-    if problem is None and full:
-        problem = _check_entries(optimizer, full)
+    problem = first_problem(
+        lambda: None if is_dict else f"the checkpoint is a {type(full).__name__}, not a dict",
+        lambda: None if shared else "the checkpoint is empty on the first rank of a process group",
+        lambda: _check_holders(optimizer, bool(header)),
+        lambda: check_header(optimizer, shared),
+        lambda: _check_entries(optimizer, full) if full else None,
+    )
     agree([problem], groups_of(optimizer))
-    assert not isinstance(shared, str)
-    states = {}
+    states: States = {}
     for param in optimizer.named_params():
         step = shared["params"].get(param.fqn, {"step": 0})["step"]
         whole = full["state"].get(param.fqn) if full else None
-        states[param.fqn] = (step, _spread(optimizer, param, whole) if step > 0 else {})
+        states[param.key] = (step, _spread(optimizer, param, whole) if step > 0 else {})
     optimizer.write_states(states)
     optimizer.restore_hyperparameters(shared["params"])
+
+
+def first_problem(*checks: Callable[[], str | None]) -> str | None:
+    """The first problem that any of `checks` finds, or stumbles over: checkpoints come from anywhere."""
+    for check in checks:
+        try:
+            problem = check()
+        except CheckpointError as error:
+            problem = str(error)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            problem = f"the checkpoint is malformed: {type(error).__name__}: {error}"
+        if problem is not None:
+            return problem
+    return None
 
 
 def check_header(optimizer: HoldsState, header: Mapping[str, Any]) -> str | None:
@@ -183,6 +222,7 @@ def check_header(optimizer: HoldsState, header: Mapping[str, Any]) -> str | None
             f"the checkpoint has blocks of {header['block_size']} elements, this release has blocks of"
             f" {BLOCK_SIZE}: they cannot be converted without dequantizing"
         )
+    refuse_equal_names(optimizer)
     ours = {param.fqn: param for param in optimizer.named_params()}
     for fqn, saved in header["params"].items():
         if saved["step"] > 0 and fqn not in ours:
@@ -203,6 +243,17 @@ def check_header(optimizer: HoldsState, header: Mapping[str, Any]) -> str | None
                 " of optim_bits differs"
             )
     return optimizer.hyperparameter_conflict(header["params"])
+
+
+def _check_holders(optimizer: HoldsState, has_full: bool) -> str | None:
+    """A rank without the full form must get every parameter from the first rank of its group."""
+    for param in optimizer.named_params():
+        if not has_full and (param.layout.process_group is None or param.layout.rank == 0):
+            return (
+                "the checkpoint is empty on a rank that no other can give it to: pass it on the first rank of"
+                f" each process group, and everywhere where a parameter is not sharded ('{param.fqn}')"
+            )
+    return None
 
 
 def _check_entries(optimizer: HoldsState, full: Mapping[str, Any]) -> str | None:
@@ -250,13 +301,13 @@ def agree(problems: Sequence[str | None], groups: Sequence[Any]) -> None:
         raise CheckpointError(f"{found[0]} (refuse.checkpoint); nothing was changed")
 
 
-def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> dict[str, Any] | str:
-    """Give ranks without a checkpoint the header of the first that has one, or say that none has."""
+def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> dict[str, Any]:
+    """Give ranks without a checkpoint the header of the first rank of their group. Collective."""
     for group in groups_of(optimizer):
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, header, group=group)
         header = header or everyone[0]
-    return header or "the checkpoint is empty: the first rank of each process group must pass all of it"
+    return header
 
 
 def agree_on_steps(optimizer: HoldsState) -> dict[str, int]:
@@ -289,7 +340,7 @@ def _gather(optimizer: HoldsState, param: NamedParam) -> State:
 def _spread(optimizer: HoldsState, param: NamedParam, whole: Mapping[str, Any] | None) -> State:
     """What this rank needs of a parameter's state; from the first rank if it has no `whole` itself."""
     group = param.layout.process_group
-    if group is not None:
+    if group is not None:  # _check_holders has made sure that its first rank has it
         have = torch.tensor([whole is not None], dtype=torch.int32)
         have = have.to(transport_device(param.tensor, group))
         dist.all_reduce(have, dist.ReduceOp.MIN, group=group)
@@ -330,9 +381,10 @@ def transport_device(tensor: Tensor, group: Any) -> torch.device:
 def empty_state(numel: int, is_8bit: bool) -> State:
     """Room on CPU for the state of `numel` elements that begin a block."""
     dtype = torch.uint8 if is_8bit else torch.float32
-    state = {name: torch.empty(numel, dtype=dtype) for name in ("state1", "state2")}
+    state = {name: torch.empty(numel, dtype=dtype, device="cpu") for name in ("state1", "state2")}
     if is_8bit:
-        state.update({name: torch.empty(num_blocks(numel)) for name in ("absmax1", "absmax2")})
+        for name in ("absmax1", "absmax2"):
+            state[name] = torch.empty(num_blocks(numel), dtype=torch.float32, device="cpu")
     return state
 
 

@@ -8,10 +8,9 @@ that of bitsandbytes draft PR #2081; the sharded twin is tested equal to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import bitsandbytes as bnb
 import torch
@@ -28,7 +27,7 @@ from .base import (
     raise_own,
 )
 from .layout import ShardLayout
-from .named_state import NamedParam, State, copy_state, cut_state, transport_device
+from .named_state import NamedParam, State, States, copy_state, cut_state, transport_device
 from .update import Hyperparameters
 
 STATE_NAMES = ("state1", "state2", "absmax1", "absmax2")
@@ -72,18 +71,18 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
         """The state of elements `start..end` of `param`, in whole blocks: views."""
         return cut_state(self._shadow(param.tensor).state(param.index), start, end)
 
-    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
-        """Replace all state: by name, the step and the state of all elements (empty if step is 0)."""
+    def write_states(self, states: States) -> None:
+        """Replace all state by the step, and the state of all elements, of each parameter."""
         for tensor, settings in self._settings.items():
             self.state[tensor] = {"steps": [0] * len(settings.params)}
         for param in self.named_params():
-            step, values = states.get(param.fqn, (0, {}))
+            step, values = states.get(param.key, (0, {}))
             self.state[param.tensor]["steps"][param.index] = step
             if step > 0:
                 self._shadow(param.tensor).set_state(param.index, step, values)
 
     def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
-        states: dict[str, tuple[int, State]] = {}
+        states: States = {}
         for tensor, params in self.params_by_tensor().items():
             layout = self._settings[tensor].layout
             zero = torch.zeros_like(tensor, dtype=torch.float32)
@@ -100,6 +99,14 @@ class ShadowAdamW8bit(OriginalParamAdamW8bit):
             entry["shadow"] = _Shadow(tensor, self._settings[tensor], self.min_8bit_size)
         shadow: _Shadow = entry["shadow"]
         return shadow
+
+
+class _NoOverrides:
+    """In place of `bitsandbytes.optim.GlobalOptimManager`, which every native optimizer shares."""
+
+    pid2config: ClassVar[dict[int, Any]] = {}
+    index2config: ClassVar[dict[tuple[int, int], Any]] = {}
+    module_weight_config_triple: ClassVar[list[Any]] = []
 
 
 class _Shadow:
@@ -123,7 +130,9 @@ class _Shadow:
                 if param.optim_bits == bits
             ]
             if groups:
-                self.native.append(optimizer(groups, min_8bit_size=min_8bit_size))
+                native = optimizer(groups, min_8bit_size=min_8bit_size)
+                native.mng = _NoOverrides()  # the global ones go by position, and would hit any optimizer
+                self.native.append(native)
         self.where = {
             group["params"][0]: (native, position)
             for native in self.native

@@ -26,7 +26,7 @@ from . import stock
 from .base import GRADIENT, NO_GRADIENT, OriginalParamAdamW8bit, raise_others, raise_own
 from .edges import Edge, EdgeExchange, copy_all, flat, flat_gradient
 from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, StateSegment, merge_runs, plan_shard
-from .named_state import NamedParam, State, copy_state, cut_state, num_blocks, transport_device
+from .named_state import NamedParam, State, States, copy_state, cut_state, num_blocks, transport_device
 from .update import Hyperparameters, new_state, update_run
 
 Update = tuple[Hyperparameters, int]
@@ -98,9 +98,10 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
     def _plan(self) -> None:
         """Plan runs, cut blocks and exchanges: once, and again when parameters are frozen or thawed."""
         taking_part = [tensor for tensor in self._settings if self._takes_part(tensor)]
-        if self._planned_for == [id(tensor) for tensor in taking_part]:
+        planned_for = [len(self._settings), *map(id, taking_part)]
+        if self._planned_for == planned_for:
             return
-        self._planned_for = [id(tensor) for tensor in taking_part]
+        self._planned_for = planned_for
         self._plans = {tensor: self._plan_tensor(tensor) for tensor in self._settings}
         self._exchanges = self._plan_exchanges(taking_part)
         scratches: dict[Any, list[Edge]] = {}
@@ -169,11 +170,11 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         kept = self._kept_state(self.state[param.tensor], segment)
         return cut_state(kept, start - segment.param_start, end - segment.param_start)
 
-    def write_states(self, states: Mapping[str, tuple[int, State]]) -> None:
-        """Replace all state: by name, the step and the state of `needed_range` (empty if step is 0)."""
+    def write_states(self, states: States) -> None:
+        """Replace all state by the step, and the state of `needed_range`, of each parameter."""
         written: dict[Tensor, dict[str, Any]] = {}
         for param in self.named_params():
-            step, values = states.get(param.fqn, (0, {}))
+            step, values = states.get(param.key, (0, {}))
             tensor = param.tensor
             entry = written.setdefault(tensor, {"steps": [0] * len(param.layout.params)})
             entry["steps"][param.index] = step
@@ -186,7 +187,7 @@ class ShardedAdamW8bit(OriginalParamAdamW8bit):
         self._planned_for = None  # parameters with equal steps share runs
 
     def _write_packed(self, packed: dict[Tensor, stock.Packed]) -> None:
-        states: dict[str, tuple[int, State]] = {}
+        states: States = {}
         for tensor, params in self.params_by_tensor().items():
             if tensor in packed:
                 states.update(stock.unpack(params, packed[tensor]))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .layout import BLOCK_SIZE, Segment
-from .named_state import HoldsState, NamedParam, State, empty_state, num_blocks
+from .named_state import HoldsState, NamedParam, States, empty_state, num_blocks
 
 NAMES = ("state1", "state2", "absmax1", "absmax2", "steps")
 NO_ABSMAX = -1.0
@@ -32,7 +32,7 @@ Packed = Mapping[str, Tensor]
 
 def pack(optimizer: HoldsState, tensor: Tensor, params: Sequence[NamedParam]) -> Packed:
     """The state of this rank's part of `tensor`, whose original parameters are `params`."""
-    packed = {name: torch.zeros(tensor.shape, device=tensor.device) for name in NAMES}
+    packed = {name: torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) for name in NAMES}
     for param, segment, start, end in _segments(params):
         step = optimizer.step_count(param)
         if step == 0:
@@ -47,12 +47,12 @@ def pack(optimizer: HoldsState, tensor: Tensor, params: Sequence[NamedParam]) ->
     return packed
 
 
-def unpack(params: Sequence[NamedParam], packed: Packed) -> dict[str, tuple[int, State]]:
-    """By name, the step of each parameter, and its state as far as this rank's part of a tensor says.
+def unpack(params: Sequence[NamedParam], packed: Packed) -> States:
+    """The step of each parameter, and its state as far as this rank's part of a tensor says.
 
     The state is that of all blocks which the rank touches; codes that it does not hold are 0.
     """
-    states: dict[str, tuple[int, State]] = {param.fqn: (0, {}) for param in params}
+    states: States = {param.key: (0, {}) for param in params}
     for param, segment, start, end in _segments(params):
         here = slice(segment.shard_start, segment.shard_end)
         values = {name: value.reshape(-1)[here] for name, value in packed.items()}
@@ -67,18 +67,18 @@ def unpack(params: Sequence[NamedParam], packed: Packed) -> dict[str, tuple[int,
             of_each_block = _first_of_each_block(offset, num_blocks(end - start)).to(values["steps"].device)
             for name in ("absmax1", "absmax2"):
                 state[name] = values[name][of_each_block].cpu()
-        states[param.fqn] = (step, state)
+        states[param.key] = (step, state)
     return states
+
+
+def is_native(state_dict: Mapping[str, Any]) -> bool:
+    """Whether `state_dict` is of a native bitsandbytes optimizer."""
+    return any(NATIVE_KEY in entry or "qmap1" in entry for entry in state_dict["state"].values())
 
 
 def problem(params: Sequence[NamedParam], tensor: Tensor, packed: Mapping[str, Any]) -> str | None:
     """Why `packed` cannot be the state of `tensor`, if it cannot."""
     name = f"'{params[0].fqn}'"
-    if NATIVE_KEY in packed or "qmap1" in packed:
-        return (
-            f"the state of {name} is native bitsandbytes state: convert it with"
-            " checkpoint.from_bitsandbytes and use load_full_state_dict"
-        )
     for key in NAMES:
         value = packed.get(key)
         if not isinstance(value, Tensor):
