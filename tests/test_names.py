@@ -170,7 +170,7 @@ def test_learning_rates_of_other_types(lr: Any, tmp_path: Path) -> None:
 def test_another_checkpoint_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="single process"):
         dcp.save({"model": nn.Linear(3, 3).state_dict()}, checkpoint_id=tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     optimizer = ShardedAdamW8bit(Model({"a": (10,)}).named_parameters())
