@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from .layout import OriginalParam, Segment, ShardLayout
+from .layout import ClippedBounds, OriginalParam, Segment, ShardLayout
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """What FSDP, activation checkpointing and torch.compile add to a parameter's name."""
@@ -129,7 +129,7 @@ def _read_unit(unit_name: str, handle: Any) -> dict[nn.Parameter, ShardLayout]:
     return {
         tensor: ShardLayout(
             (OriginalParam(param.fqn, param.shape),),
-            tuple(min(max(bound - param.flat_start, 0), param.numel) for bound in bounds),
+            ClippedBounds(bounds, param.flat_start, param.numel),
             rank,
             group,
         )

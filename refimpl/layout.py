@@ -23,7 +23,7 @@ dim-0 shard of a single parameter are all the same thing here: a sequence of bou
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -101,6 +101,26 @@ class CutBlock:
 
 
 @dataclass(frozen=True)
+class ClippedBounds(Sequence[int]):
+    """The bounds of a unit as one of its parameters sees them, counted from its element 0.
+
+    Computed when asked for: a unit of a thousand parameters on ten thousand ranks needs none of them.
+    """
+
+    unit_bounds: range
+    start: int
+    numel: int
+
+    def __len__(self) -> int:
+        return len(self.unit_bounds)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return ClippedBounds(self.unit_bounds[position], self.start, self.numel)
+        return min(max(self.unit_bounds[position] - self.start, 0), self.numel)
+
+
+@dataclass(frozen=True)
 class ShardLayout:
     """The layout of one tensor that the optimizer sees: all of its parameters, all of its bounds.
 
@@ -129,7 +149,9 @@ class ShardLayout:
                 )
             covered = param.flat_end
         bounds = self.bounds
-        ordered = isinstance(bounds, range) or all(low <= high for low, high in pairwise(bounds))
+        ordered = isinstance(bounds, (range, ClippedBounds)) or all(
+            low <= high for low, high in pairwise(bounds)
+        )
         if len(bounds) < 2 or bounds[0] != 0 or not ordered:
             raise ValueError(f"bounds must start at 0 and never decrease, got {bounds}")
         if bounds[-1] < covered:
@@ -206,12 +228,13 @@ class ShardLayout:
 
     def any_cut(self, is_8bit: Sequence[bool]) -> bool:
         """Whether any bound cuts a block of a parameter with `is_8bit`, on whatever rank."""
-        for bound in self.bounds[1:-1]:
-            index = bisect_right(self.params, bound, key=lambda param: param.flat_start) - 1
-            if index >= 0 and is_8bit[index]:
-                param = self.params[index]
-                if bound < param.flat_end and (bound - param.flat_start) % BLOCK_SIZE:
-                    return True
+        for param, has_blocks in zip(self.params, is_8bit, strict=True):
+            first = bisect_right(self.bounds, param.flat_start)
+            last = bisect_left(self.bounds, param.flat_end)
+            if has_blocks and any(
+                (self.bounds[rank] - param.flat_start) % BLOCK_SIZE for rank in range(first, last)
+            ):
+                return True
         return False
 
 

@@ -37,6 +37,10 @@ States = dict[tuple[Tensor, int], tuple[int, State]]
 """By `NamedParam.key`: the step, and the state of `needed_range` (empty if the step is 0)."""
 
 
+NEVER = 2**62
+"""In place of a step count, where a rank holds nothing of a parameter."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded. The optimizer is as it was, on every rank."""
 
@@ -311,14 +315,26 @@ def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> dict[str, A
 
 
 def agree_on_steps(optimizer: HoldsState) -> dict[str, int]:
-    """Step counts by name: a rank that holds nothing of a parameter learns them from the others."""
+    """Step counts by name: a rank that holds nothing of a parameter learns them from the others.
+
+    Raises `CheckpointError` on every rank of a group if ranks that share a parameter do not agree.
+    """
     steps = {param.fqn: optimizer.step_count(param) for param in optimizer.named_params()}
     for group in groups_of(optimizer):
         members = [param for param in optimizer.named_params() if param.layout.process_group == group]
         device = transport_device(members[0].tensor, group)
-        counts = torch.tensor([steps[param.fqn] for param in members], device=device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-        steps.update(zip((param.fqn for param in members), counts.tolist(), strict=True))
+        counts = [steps[param.fqn] for param in members]
+        held = [len(range(*optimizer.needed_range(param))) > 0 for param in members]
+        least = [-count if holds else -NEVER for count, holds in zip(counts, held, strict=True)]
+        both = torch.tensor([counts, least], dtype=torch.int64, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        for param, most, least_negated in zip(members, *both.tolist(), strict=True):
+            if -least_negated not in (most, NEVER):
+                raise CheckpointError(
+                    f"'{param.fqn}' was updated {most} times on one rank and {-least_negated} on another: a"
+                    " rank has skipped a step, or had no gradient where others had one"
+                )
+            steps[param.fqn] = most
     return steps
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from refimpl.layout import (
     BLOCK_SIZE,
+    ClippedBounds,
     CutBlock,
     CutRun,
     OriginalParam,
@@ -638,3 +639,13 @@ def test_one_share_of_a_405b_model_at_16384_ranks(rank: int) -> None:
         held = min(sum(sizes), layout.bounds[rank + 1]) - layout.bounds[rank]
         assert updated == held > 0
         assert held <= plan.codes < held + 2 * BLOCK_SIZE
+
+
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(1, 12), st.integers(1, 9))
+def test_clipped_bounds_are_those_of_the_parameter(start: int, numel: int, shard: int, ranks: int) -> None:
+    unit = range(0, shard * ranks + 1, shard)
+    clipped = ClippedBounds(unit, start, numel)
+    expected = [min(max(bound - start, 0), numel) for bound in unit]
+    assert list(clipped) == expected
+    assert list(clipped[1:-1]) == expected[1:-1]
+    assert len(clipped) == ranks + 1

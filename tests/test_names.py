@@ -197,3 +197,25 @@ def test_global_overrides_do_not_leak_into_the_shadow() -> None:
         assert torch.equal(models[-1].a.weight, models[-2].a.weight)
     finally:
         manager.initialize()
+
+
+def skipped_on_rank_1(path: Path) -> list[str]:
+    """No bound cuts a block, so there is no exchange that would notice in the step itself."""
+    case = Case({"a": (6, 1024)})
+    model, optimizer = build(case, ("coarse", False), "sharded")
+    model(case.gradients(1)).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    messages = []
+    for save in (optimizer.full_state_dict, lambda: save_sharded(optimizer, path)):
+        try:
+            save()
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_step_skipped_on_one_rank_is_noticed_when_saving(world: GetWorld, tmp_path: Path) -> None:
+    for messages in world(2).run(skipped_on_rank_1, tmp_path):
+        assert len(messages) == 2
+        assert all("'a.weight' was updated 1 times on one rank and 0 on another" in each for each in messages)
