@@ -226,6 +226,7 @@ class _Reader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._metadata: Metadata | None = None
+        self._files: dict[str, Path] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Torch's own reader unpickles this file, whatever it says. Read once."""
@@ -246,10 +247,10 @@ class _Reader(FileSystemReader):
 
     def file_of(self, key: str) -> Path:
         """The file that a tensor lies in."""
-        for index, info in self.read_metadata().storage_data.items():
-            if index.fqn == key:
-                return Path(self.path) / str(info.relative_path)
-        return Path(self.path)
+        if not self._files:
+            places = self.read_metadata().storage_data.items()
+            self._files = {index.fqn: Path(self.path) / info.relative_path for index, info in places}
+        return self._files.get(key, Path(self.path))
 
 
 class _Record:
@@ -373,6 +374,10 @@ def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
     for key in keys:
         if key not in sizes:
             raise CheckpointError(f"the checkpoint in {reader.path} lacks '{key}'")
+    for key in keys:  # before memory is asked for: a damaged size may be anything
+        numel, file = sizes[key].size.numel(), reader.file_of(key)
+        if not file.exists() or numel * sizes[key].properties.dtype.itemsize > file.stat().st_size:
+            raise CheckpointError(f"'{key}' in {file} cannot be read: the file is missing or too short")
     tensors = {key: torch.empty(sizes[key].size, dtype=sizes[key].properties.dtype) for key in keys}
     try:
         with warnings.catch_warnings():
