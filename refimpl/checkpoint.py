@@ -153,9 +153,14 @@ def _gathered(digests: dict[str, str], process_group: Any) -> dict[str, str]:
 
 def _foreign(path: str | os.PathLike[str]) -> str | None:
     """Whether saving to `path` would replace a checkpoint of something else."""
-    if (Path(path) / ".metadata").exists() and "header" not in _Reader(path).sizes():
-        return f"{path} holds a checkpoint of something else, which saving would replace"
-    return None
+    file = Path(path) / ".metadata"
+    try:
+        ours = not file.exists() or "header" in _Reader(path).sizes()
+    except CheckpointError:
+        ours = False
+    if ours:
+        return None
+    return f"saving would replace {file}, which save_sharded has not written, or is damaged: remove it first"
 
 
 def _of_first_rank(header: bytes, process_group: Any) -> bytes:
@@ -268,10 +273,11 @@ class _Record:
         self.state = state
 
 
-class _InertUnpickler(pickle.Unpickler):
+class _InertUnpickler(pickle._Unpickler):
     """Makes a record of every object, whatever its class, and touches nothing of torch's or anyone's.
 
-    Of all names only those of the two dtypes that checkpoints here consist of mean something.
+    Of all names only those of the two dtypes that checkpoints here consist of mean something. It is the
+    unpickler written in Python: that in C takes memory by the gigabyte if a flipped bit says so.
     """
 
     DTYPES: ClassVar = {"float32": torch.float32, "uint8": torch.uint8}
@@ -288,6 +294,8 @@ def _rebuild(found: _Record) -> Metadata:
     tensors = {}
     for key, each in found.state["state_dict_metadata"].items():
         dtype = each.state["properties"].state[0]
+        if dtype not in _InertUnpickler.DTYPES.values():
+            raise ValueError(f"it gives '{key}' another dtype than state has")
         size = _size(each.state["size"])
         chunks = [
             ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))

@@ -180,7 +180,7 @@ def load_full_state_dict(optimizer: HoldsState, full: Mapping[str, Any]) -> None
     """
     is_dict = isinstance(full, Mapping)
     header = {key: value for key, value in full.items() if key != "state"} if is_dict else {}
-    shared = _share_headers(optimizer, header)
+    shared, differ = _share_headers(optimizer, header)
     problem = first_problem(
         lambda: None if is_dict else f"the checkpoint is a {type(full).__name__}, not a dict",
         lambda: None if shared else "the checkpoint is empty on the first rank of a process group",
@@ -188,7 +188,8 @@ def load_full_state_dict(optimizer: HoldsState, full: Mapping[str, Any]) -> None
         lambda: check_header(optimizer, shared),
         lambda: _check_entries(optimizer, full) if full else None,
     )
-    agree([problem], groups_of(optimizer))
+    agree([problem], groups_of(optimizer))  # what is wrong with one is worth more than that they differ
+    agree([differ], groups_of(optimizer))
     states: States = {}
     for param in optimizer.named_params():
         step = shared["params"].get(param.fqn, {"step": 0})["step"]
@@ -305,13 +306,20 @@ def agree(problems: Sequence[str | None], groups: Sequence[Any]) -> None:
         raise CheckpointError(f"{found[0]} (refuse.checkpoint); nothing was changed")
 
 
-def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> dict[str, Any]:
-    """Give ranks without a checkpoint the header of the first rank of their group. Collective."""
+def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Give ranks without a checkpoint the header of the first rank of their group. Collective.
+
+    Also a problem, if ranks have different checkpoints.
+    """
+    problem = None
     for group in groups_of(optimizer):
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, header, group=group)
+        different = {repr(theirs) for theirs in everyone if theirs}
+        if len(different) > 1:
+            problem = "ranks were given different checkpoints: all must pass the same one"
         header = header or everyone[0]
-    return header
+    return header, problem
 
 
 def agree_on_steps(optimizer: HoldsState) -> dict[str, int]:

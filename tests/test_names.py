@@ -179,6 +179,25 @@ def test_another_checkpoint_in_the_folder_is_not_replaced(tmp_path: Path) -> Non
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def different_checkpoints() -> str:
+    """Each rank passes a checkpoint of its own step."""
+    model, optimizer = build(CASE, ("coarse", False), "sharded")
+    steps(CASE, model, optimizer, 1, 1)
+    first = optimizer.full_state_dict()
+    steps(CASE, model, optimizer, 2, 2)
+    second = optimizer.full_state_dict()
+    try:
+        optimizer.load_full_state_dict(first if dist.get_rank() == 0 else second)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_must_pass_the_same_checkpoint(world: GetWorld) -> None:
+    for message in world(2).run(different_checkpoints):
+        assert "ranks were given different checkpoints" in message
+
+
 def test_global_overrides_do_not_leak_into_the_shadow() -> None:
     import bitsandbytes as bnb
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import warnings
@@ -762,6 +763,23 @@ def test_a_list_of_files_cannot_change_a_class(world: GetWorld, good: Any, tmp_p
     (folder / ".metadata").write_bytes(POISON)
     check_refused(world(2), {"poison": from_folder(folder)}, {"poison": r"\.metadata is damaged"})
     assert world(2).run(is_poisoned) == [False, False]
+
+
+GREEDY = b"\x80\x04Nr\xff\xff\xff\x03."  # None, memorized as number 2^26 - 1: one flipped bit can ask for it
+
+
+def memory_for_refusal(path: Path) -> int:
+    """By how many bytes this process's highest use of memory has grown."""
+    _, optimizer = trained(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "is damaged" in outcome(partial(load_sharded, optimizer, path), "greedy")
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_a_list_of_files_cannot_ask_for_much_memory(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(GREEDY)
+    with World(1, device="cpu") as own:
+        assert own.run(memory_for_refusal, tmp_path)[0] < 100e6
 
 
 def test_a_data_file_cannot_run_code(world: GetWorld, good: Any, tmp_path: Path) -> None:
