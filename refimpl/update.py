@@ -6,7 +6,7 @@ Nothing here does arithmetic of its own: `optimizer_update_8bit_blockwise` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -73,15 +73,21 @@ def update_run(
     `param` and `grad` are flat, of one dtype, on one device; `state` is as from `new_state`. `step`
     counts from 1. Where state is 8-bit, `run.start` begins a block.
     """
-    tile = CPU_TILE if param.device.type == "cpu" else GPU_TILE
     update = _update_8bit if run.is_8bit else _update_32bit
-    for offset in range(0, run.numel, tile):
-        numel = min(tile, run.numel - offset)
-        here = slice(run.start + offset, run.start + offset + numel)
-        in_state = slice(run.state_start + offset, run.state_start + offset + numel)
-        first_block = run.block_start + offset // BLOCK_SIZE
-        blocks = slice(first_block, first_block - (-numel // BLOCK_SIZE))
+    for start, end in _tiles(run.numel, CPU_TILE if param.device.type == "cpu" else GPU_TILE):
+        here = slice(run.start + start, run.start + end)
+        in_state = slice(run.state_start + start, run.state_start + end)
+        first_block = run.block_start + start // BLOCK_SIZE
+        blocks = slice(first_block, first_block - (start - end) // BLOCK_SIZE)
         update(param[here], grad[here], state, in_state, blocks, hyper, step)
+
+
+def _tiles(numel: int, tile: int) -> Iterator[tuple[int, int]]:
+    """`numel` elements in equal ranges of whole blocks, each of about `tile`, at most half as many more."""
+    count = max(1, round(numel / tile))
+    size = -(-numel // (count * BLOCK_SIZE)) * BLOCK_SIZE
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
 
 
 def _update_8bit(
