@@ -31,7 +31,9 @@ from torch.distributed.fsdp.wrap import (
 
 from refimpl import read_layouts
 from refimpl.__main__ import main
+from refimpl.fsdp import wrapped_modules
 from refimpl.layout import ShardLayout
+from refimpl.tools import impact, models
 from refimpl.tools.audit import ONE_UNIT, PER_LAYER, Audit, audit
 from refimpl.tools.world import World
 
@@ -330,3 +332,15 @@ def test_lora_memory_of_one_state() -> None:
         "q, k, v, o": (61.3, 15.6),
         "all seven": (174.6, 44.3),
     }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_per_tensor_units_are_those_of_pefts_own_policy() -> None:
+    pytest.importorskip("transformers")
+    other = pytest.importorskip("peft.utils.other")
+    small = {**impact.CONFIGURATIONS["Qwen3-8B"], "num_hidden_layers": 2}
+    model = models.with_lora(models.from_config(small), 16)
+    names = {module: name for name, module in model.named_modules()}
+    expected = [names[module] for module in wrapped_modules(model, other.fsdp_auto_wrap_policy(model))]
+    assert len(expected) == 2 * (7 * 2 + 1)
+    assert sorted(models.wrapping(model, "per-tensor")) == sorted(expected)
