@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,8 @@ def with_lora(model: nn.Module, rank: int) -> nn.Module:
     except ImportError:
         raise TargetError("--lora needs peft: pip install 'refimpl[audit]'") from None
     config = peft.LoraConfig(r=rank, target_modules="all-linear")
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of one library about another
         adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted
 
