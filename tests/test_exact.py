@@ -198,3 +198,27 @@ def test_tied_weights(orig: bool, size: int, world: GetWorld) -> None:
 @pytest.mark.parametrize("orig", [False, True])
 def test_long_runs(orig: bool, world: GetWorld) -> None:
     check(world(2), Case(STRADDLING.shapes, steps=100), "coarse", orig, ["sharded"])
+
+
+def b_unused_in_step_2(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in grads.items() if (step, name) != (2, "b")}
+
+
+def b_zero_in_step_2(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad * (0.0 if (step, name) == (2, "b") else 1.0) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_parameter_unused_in_a_used_unit_has_zeros(orig: bool, world: GetWorld) -> None:
+    """`scope.unused-parameter`: FSDP1 hands over zeros, not None, so the unwrapped run must be given them.
+
+    Left to itself it would skip `b`, and count 2 steps instead of 3.
+    """
+    shapes = {"a": (64, 64), "b": (64, 64)}
+    unused = Case(shapes, steps=3, change_gradients=b_unused_in_step_2)
+    expected = native_run(Case(shapes, steps=3, change_gradients=b_zero_in_step_2))
+    for twin in TWINS:
+        for found in world(2).run(wrapped_run, unused, "coarse", orig, twin):
+            assert differences(found, expected) == []
+    assert expected[-1]["b.weight"]["step"] == 3
+    assert native_run(unused)[-1]["b.weight"]["step"] == 2
