@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -43,7 +44,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .convert import from_bitsandbytes, to_bitsandbytes, to_torch_adamw
@@ -103,12 +103,7 @@ def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # see _Writer
         warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable")
-        save(
-            tensors,
-            storage_writer=_Writer(path),
-            process_group=process_group,
-            no_dist=not dist.is_initialized(),
-        )
+        save(tensors, storage_writer=_Writer(path), process_group=process_group)
 
 
 def load_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process_group: Any = None) -> None:
@@ -244,6 +239,15 @@ class _Reader(FileSystemReader):
             except Exception as error:
                 raise CheckpointError(f"{file} is damaged: {error!r}") from None
         return self._metadata
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Read each tensor by its key: what torch's `load` does, but never together with other ranks."""
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(tensors, self.read_metadata(), is_coordinator=True)
+        self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
+        (plan,) = planner.create_global_plan([self.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = self.prepare_global_plan([plan])
+        self.read_data(planner.finish_plan(plan), planner).wait()
 
     def sizes(self) -> dict[str, TensorStorageMetadata]:
         """What is known of each tensor by its key."""
@@ -388,9 +392,7 @@ def _read(reader: _Reader, keys: list[str]) -> dict[str, Tensor]:
             raise CheckpointError(f"'{key}' in {file} cannot be read: the file is missing or too short")
     tensors = {key: torch.empty(sizes[key].size, dtype=sizes[key].properties.dtype) for key in keys}
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable")
-            load(tensors, storage_reader=reader, no_dist=True)
+        reader.fill(tensors)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
         raise CheckpointError(f"'{keys[0]}' in {reader.file_of(keys[0])} cannot be read: {reason}") from None
