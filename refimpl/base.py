@@ -23,7 +23,7 @@ NO_GRADIENT, GRADIENT, REFUSED = 0, 1, 2
 """What a rank tells the others about one tensor before anything is changed."""
 
 Overrides = Mapping[str, Mapping[str, Any]]
-OVERRIDE_KEYS = ("optim_bits", "lr", "weight_decay", "betas", "eps")
+OVERRIDE_KEYS = ("optim_bits", *named_state.HYPERPARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for key in ("lr", "betas", "eps", "weight_decay"):
+            for key in named_state.HYPERPARAMETERS:
                 _check_hyperparameter(key, group[key])
             number = len(self.param_groups) - 1
             unnamed = [f"param.{number}.{position}" for position in range(len(group["params"]))]
@@ -267,7 +267,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         """
         packed: dict[Tensor, stock.Packed] = {}
         problem = named_state.first_problem(lambda: self._match(state_dict, packed))
-        named_state.agree([problem], named_state.groups_of(self))
+        named_state.agree(problem, named_state.groups_of(self))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._forget_state(self._settings)
         self._write_packed(packed)
@@ -323,8 +323,8 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         """The gradients of this rank that cannot be used, and why."""
         return {
             tensor: problem
-            for tensor in self._settings
-            if (problem := _gradient_problem(tensor, self._name(tensor))) is not None
+            for tensor, settings in self._settings.items()
+            if (problem := _gradient_problem(tensor, settings.layout)) is not None
         }
 
     def _status(self, tensor: Tensor, problems: Mapping[Tensor, str]) -> int:
@@ -433,10 +433,13 @@ def raise_others(name: str, statuses: Mapping[int, int]) -> None:
         )
 
 
-def _gradient_problem(tensor: Tensor, name: str) -> str | None:
+def _gradient_problem(tensor: Tensor, layout: ShardLayout) -> str | None:
     grad = tensor.grad
-    if grad is None:
+    if grad is None or (
+        grad.layout == torch.strided and grad.dtype == tensor.dtype and grad.shape == tensor.shape
+    ):
         return None
+    name = _name(layout)
     if grad.layout != torch.strided:
         return f"the gradient of {name} is sparse: the kernels take dense ones (refuse.sparse-gradient)"
     if grad.dtype != tensor.dtype:
@@ -444,13 +447,11 @@ def _gradient_problem(tensor: Tensor, name: str) -> str | None:
             f"the gradient of {name} is {grad.dtype} but the parameter is {tensor.dtype}: the kernels"
             " read both as one dtype; do not use keep_low_precision_grads (refuse.gradient-dtype)"
         )
-    if grad.shape != tensor.shape:
-        return (
-            f"the gradient of {name} has shape {tuple(grad.shape)} but the parameter"
-            f" {tuple(tensor.shape)}: it is not sharded, as after a backward in no_sync(); run the last"
-            " backward before step() outside no_sync() (refuse.unsharded-gradient)"
-        )
-    return None
+    return (
+        f"the gradient of {name} has shape {tuple(grad.shape)} but the parameter"
+        f" {tuple(tensor.shape)}: it is not sharded, as after a backward in no_sync(); run the last"
+        " backward before step() outside no_sync() (refuse.unsharded-gradient)"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -61,6 +61,7 @@ from .named_state import (
     describe,
     empty_state,
     first_problem,
+    of_everyone,
     refuse_equal_names,
 )
 
@@ -86,7 +87,7 @@ def save_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
     if one of them cannot write.
     """
     group = [process_group or dist.group.WORLD] if dist.is_initialized() else []
-    agree([first_problem(lambda: _foreign(path), lambda: refuse_equal_names(optimizer))], group)
+    agree(first_problem(lambda: _foreign(path), lambda: refuse_equal_names(optimizer)), group)
     steps = agree_on_steps(optimizer)
     tensors = {
         f"state/{param.fqn}/{start}/{name}": value
@@ -127,15 +128,14 @@ def load_sharded(optimizer: HoldsState, path: str | os.PathLike[str], *, process
         return problem
 
     problem = first_problem(read)
-    agree([problem], [process_group or dist.group.WORLD] if dist.is_initialized() else [])
+    agree(problem, [process_group or dist.group.WORLD] if dist.is_initialized() else [])
     optimizer.write_states(states)
     optimizer.restore_hyperparameters(header["params"])
 
 
 def _gathered(digests: dict[str, str], process_group: Any) -> dict[str, str]:
     if dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, digests, group=process_group)
+        everyone = of_everyone(digests, process_group)
         digests = {}
         for key, digest in (item for each in everyone for item in each.items()):
             if digests.setdefault(key, digest) != digest:
@@ -160,12 +160,11 @@ def _foreign(path: str | os.PathLike[str]) -> str | None:
 
 def _of_first_rank(header: bytes, process_group: Any) -> bytes:
     """One header for all: step counts of parameters that are not sharded may differ by rank."""
-    everyone: list[Any] = [header]
+    headers = [header]
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, header, group=process_group)
-    first: bytes = everyone[0]
-    return first
+        group: Any = process_group or dist.group.WORLD
+        dist.broadcast_object_list(headers, src=dist.get_global_rank(group, 0), group=group)
+    return headers[0]
 
 
 def _digest(value: Tensor) -> str:

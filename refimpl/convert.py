@@ -9,8 +9,8 @@ import bitsandbytes.functional as F
 import torch
 from torch import Tensor
 
-from .layout import BLOCK_SIZE
-from .named_state import FORMAT, HYPERPARAMETERS, VERSION, CheckpointError, num_blocks
+from .layout import BLOCK_SIZE, num_blocks
+from .named_state import FORMAT, HYPERPARAMETERS, VERSION, CheckpointError
 from .stock import NATIVE_KEY
 from .update import code_tables
 

@@ -33,6 +33,21 @@ BLOCK_SIZE = 256
 """Elements per quantization block. bitsandbytes hard-codes 256 since 0.44 (upstream PR #1365)."""
 
 
+def block_start(position: int) -> int:
+    """Round down to a block."""
+    return position - position % BLOCK_SIZE
+
+
+def block_end(position: int) -> int:
+    """Round up to a block."""
+    return position + -position % BLOCK_SIZE
+
+
+def num_blocks(numel: int) -> int:
+    """Blocks of `numel` elements, the last perhaps short."""
+    return -(-numel // BLOCK_SIZE)
+
+
 @dataclass(frozen=True)
 class OriginalParam:
     """One parameter of the unwrapped model, and where its element 0 lies in flat coordinates."""
@@ -219,7 +234,7 @@ class ShardLayout:
             numel = self.params[index].numel
             if position % BLOCK_SIZE == 0 or position == numel:
                 continue
-            start = position - position % BLOCK_SIZE
+            start = block_start(position)
             end = min(start + BLOCK_SIZE, numel)
             if cuts and (cuts[0].index, cuts[0].param_start) == (index, start):
                 continue  # a shard shorter than a block: both of its bounds cut the same one
@@ -317,9 +332,9 @@ def plan_shard(layout: ShardLayout, is_8bit: Sequence[bool], share: Sequence[Has
             floats += end - start
             continue
         numel = layout.params[index].numel
-        first, last = _block_start(start), min(_block_end(end), numel)
+        first, last = block_start(start), min(block_end(end), numel)
         state[index] = StateSegment(index, True, first, last, codes, blocks)
-        whole_start, whole_end = _block_end(start), end if end == numel else _block_start(end)
+        whole_start, whole_end = block_end(start), end if end == numel else block_start(end)
         if whole_start < whole_end:  # what is left of the segment without its cut blocks
             runs.append(
                 Run(
@@ -332,23 +347,13 @@ def plan_shard(layout: ShardLayout, is_8bit: Sequence[bool], share: Sequence[Has
                 )
             )
         codes += last - first
-        blocks += (_block_end(last) - first) // BLOCK_SIZE
+        blocks += num_blocks(last - first)
     cuts = tuple(
         _cut_run(layout, cut, state[cut.index])
         for cut in layout.cut_blocks_of(layout.rank)
         if is_8bit[cut.index]
     )
     return ShardPlan(tuple(merge_runs(runs, share)), cuts, tuple(state.values()), codes, blocks, floats)
-
-
-def _block_start(position: int) -> int:
-    """Round down to a block."""
-    return position - position % BLOCK_SIZE
-
-
-def _block_end(position: int) -> int:
-    """Round up to a block."""
-    return position + -position % BLOCK_SIZE
 
 
 def _cut_run(layout: ShardLayout, cut: CutBlock, state: StateSegment) -> CutRun:

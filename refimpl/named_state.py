@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import BLOCK_SIZE, ShardLayout
+from .layout import BLOCK_SIZE, ShardLayout, block_end, num_blocks
 
 FORMAT = "refimpl.AdamW8bit"
 VERSION = 1
@@ -84,7 +84,7 @@ class NamedParam:
             if segment.index == self.index:
                 start, end = segment.param_start, segment.param_end
                 if self.is_8bit:
-                    start, end = start + -start % BLOCK_SIZE, end + -end % BLOCK_SIZE
+                    start, end = block_end(start), block_end(end)
                 end = min(end, self.numel)
                 for first in range(start, end, STRETCH):
                     yield first, min(first + STRETCH, end)
@@ -188,8 +188,8 @@ def load_full_state_dict(optimizer: HoldsState, full: Mapping[str, Any]) -> None
         lambda: check_header(optimizer, shared),
         lambda: _check_entries(optimizer, full) if full else None,
     )
-    agree([problem], groups_of(optimizer))  # what is wrong with one is worth more than that they differ
-    agree([differ], groups_of(optimizer))
+    agree(problem, groups_of(optimizer))  # what is wrong with one is worth more than that they differ
+    agree(differ, groups_of(optimizer))
     states: States = {}
     for param in optimizer.named_params():
         step = shared["params"].get(param.fqn, {"step": 0})["step"]
@@ -290,20 +290,28 @@ def groups_of(optimizer: HoldsState) -> list[Any]:
     return [group for group in dict.fromkeys(groups) if group is not None]
 
 
-def agree(problems: Sequence[str | None], groups: Sequence[Any]) -> None:
+def of_everyone(value: Any, group: Any) -> list[Any]:
+    """`value` of every rank of `group`, by rank. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def agree(problem: str | None, groups: Sequence[Any]) -> None:
     """Raise `CheckpointError` on every rank of `groups` if any of them has a problem. Collective."""
-    found = [problem for problem in problems if problem is not None]
     for group in groups:
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group=group)
-        if not found:  # learned from one group, it is passed on to the next
-            found = [
-                f"rank {rank} of {len(everyone)} cannot load: {theirs[0]}"
-                for rank, theirs in enumerate(everyone)
-                if theirs
-            ]
-    if found:
-        raise CheckpointError(f"{found[0]} (refuse.checkpoint); nothing was changed")
+        problems = of_everyone(problem, group)
+        if problem is None:  # learned from one group, it is passed on to the next
+            problem = next(
+                (
+                    f"rank {rank} of {len(problems)} cannot load: {theirs}"
+                    for rank, theirs in enumerate(problems)
+                    if theirs is not None
+                ),
+                None,
+            )
+    if problem is not None:
+        raise CheckpointError(f"{problem} (refuse.checkpoint); nothing was changed")
 
 
 def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -313,12 +321,10 @@ def _share_headers(optimizer: HoldsState, header: dict[str, Any]) -> tuple[dict[
     """
     problem = None
     for group in groups_of(optimizer):
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, header, group=group)
-        different = {repr(theirs) for theirs in everyone if theirs}
-        if len(different) > 1:
+        headers = of_everyone(header, group)
+        if len({repr(theirs) for theirs in headers if theirs}) > 1:
             problem = "ranks were given different checkpoints: all must pass the same one"
-        header = header or everyone[0]
+        header = header or headers[0]
     return header, problem
 
 
@@ -425,11 +431,6 @@ def copy_state(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> No
     """Copy every tensor of `source` into that of `target`."""
     for name, value in target.items():
         value.copy_(source[name])
-
-
-def num_blocks(numel: int) -> int:
-    """Blocks of `numel` elements, the last perhaps short."""
-    return -(-numel // BLOCK_SIZE)
 
 
 def _in_shape(state: Mapping[str, Tensor], param: NamedParam) -> State:

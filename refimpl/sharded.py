@@ -25,8 +25,8 @@ from torch import Tensor
 from . import stock
 from .base import GRADIENT, NO_GRADIENT, OriginalParamAdamW8bit, raise_others, raise_own
 from .edges import Edge, EdgeExchange, copy_all, flat, flat_gradient
-from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, StateSegment, merge_runs, plan_shard
-from .named_state import NamedParam, State, States, copy_state, cut_state, num_blocks, transport_device
+from .layout import BLOCK_SIZE, Piece, Run, ShardPlan, StateSegment, merge_runs, num_blocks, plan_shard
+from .named_state import NamedParam, State, States, copy_state, cut_state, transport_device
 from .update import Hyperparameters, new_state, update_run
 
 Update = tuple[Hyperparameters, int]

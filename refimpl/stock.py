@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import BLOCK_SIZE, Segment
-from .named_state import HoldsState, NamedParam, States, empty_state, num_blocks
+from .layout import BLOCK_SIZE, Segment, block_end, block_start, num_blocks
+from .named_state import HoldsState, NamedParam, States, empty_state
 
 NAMES = ("state1", "state2", "absmax1", "absmax2", "steps")
 NO_ABSMAX = -1.0
@@ -144,5 +144,5 @@ def _segments(params: Sequence[NamedParam]) -> Iterator[tuple[NamedParam, Segmen
         if segment is not None:
             start, end = segment.param_start, segment.param_end
             if param.is_8bit:
-                start, end = start - start % BLOCK_SIZE, min(end + -end % BLOCK_SIZE, param.numel)
+                start, end = block_start(start), min(block_end(end), param.numel)
             yield param, segment, start, end

@@ -15,7 +15,7 @@ import bitsandbytes.functional as F
 import torch
 from torch import Tensor
 
-from .layout import BLOCK_SIZE, Run, ShardPlan
+from .layout import BLOCK_SIZE, Run, ShardPlan, block_end, num_blocks
 
 CPU_TILE = 1024 * BLOCK_SIZE
 """Elements per kernel call on CPU. The CPU kernels make about ten temporaries as long as their
@@ -78,14 +78,14 @@ def update_run(
         here = slice(run.start + start, run.start + end)
         in_state = slice(run.state_start + start, run.state_start + end)
         first_block = run.block_start + start // BLOCK_SIZE
-        blocks = slice(first_block, first_block - (start - end) // BLOCK_SIZE)
+        blocks = slice(first_block, first_block + num_blocks(end - start))
         update(param[here], grad[here], state, in_state, blocks, hyper, step)
 
 
 def _tiles(numel: int, tile: int) -> Iterator[tuple[int, int]]:
     """`numel` elements in equal ranges of whole blocks, each of about `tile`, at most half as many more."""
     count = max(1, round(numel / tile))
-    size = -(-numel // (count * BLOCK_SIZE)) * BLOCK_SIZE
+    size = block_end(-(-numel // count))
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ..fsdp import is_fsdp_parameter, read_layouts, wrapped_modules
-from ..layout import BLOCK_SIZE, OriginalParam, ShardLayout
+from ..layout import BLOCK_SIZE, OriginalParam, ShardLayout, block_end, block_start, num_blocks
 
 UNSHARDED = ("NO_SHARD",)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
@@ -105,7 +105,7 @@ class Audit:
                 if self.frozen.issuperset(fqns):
                     continue
                 is_8bit = numel >= self.min_8bit_size
-                absmax = -(-numel // BLOCK_SIZE) if is_8bit else 0
+                absmax = num_blocks(numel) if is_8bit else 0
                 found.append(TensorAudit(fqns, numel, _dtype(is_8bit), absmax))
         return found
 
@@ -174,10 +174,10 @@ def audit(
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
     ranks = 1 if strategy in UNSHARDED else world_size
     align = 16 // forward_itemsize if use_orig_params else 0
-    members = [each for each in _units(model_or_shapes, wrapping, use_orig_params) if each]
+    members = [each for each in units_of(model_or_shapes, wrapping, use_orig_params) if each]
     if not use_orig_params:
         members = [each for each in members if _is_trainable(each)]
-    units = tuple(_lay_out(each, ranks, align) for each in members)
+    units = tuple(lay_out(each, ranks, align) for each in members)
     frozen = frozenset(member.fqn for each in members for member in each if not member.trainable)
     return _audit_units(
         units, frozen, wrapping_name or _name_of(wrapping), ranks, strategy, use_orig_params, min_8bit_size
@@ -204,7 +204,7 @@ def _is_trainable(members: Sequence[Member]) -> bool:
     return bool(trainable)
 
 
-def _units(
+def units_of(
     model_or_shapes: nn.Module | Mapping[str, Sequence[int]], wrapping: Any, use_orig_params: bool
 ) -> list[list[Member]]:
     """The members of every unit as (FQN, shape), in flat order; the root unit last, as FSDP1 builds them."""
@@ -266,7 +266,7 @@ def _units_of_module(model: nn.Module, wrapping: Any, use_orig_params: bool) -> 
     return units
 
 
-def _lay_out(members: Sequence[Member], ranks: int, align: int) -> ShardLayout:
+def lay_out(members: Sequence[Member], ranks: int, align: int) -> ShardLayout:
     """One unit as FSDP1 lays it out: parameters end to end, aligned if `align`, in equal shards."""
     params, end = [], 0
     for fqn, shape, _ in members:
@@ -341,7 +341,8 @@ class _Segments:
         inside &= self.trainable[np.maximum(index, 0)]
         self.index, low, high = index[inside], low[inside], high[inside]
         self.rank = np.searchsorted(bounds, low, side="right") - 1
-        self.start, self.end = low - starts[self.index], high - starts[self.index]
+        self.start: Array = low - starts[self.index]
+        self.end: Array = high - starts[self.index]
         self.numel = (ends - starts)[self.index]
         self.shard_start = low - bounds[self.rank]
         self.shard_numel = (bounds[1:] - bounds[:-1])[self.rank]
@@ -403,10 +404,8 @@ class _Segments:
         """Bytes, cut blocks and traffic of each rank."""
         total = self._total(ranks)
         start, end = self.start, self.end
-        first = start - start % BLOCK_SIZE
-        last = np.minimum(end + -end % BLOCK_SIZE, self.numel)
-        blocks = -(-(last - first) // BLOCK_SIZE)
-        original = np.where(self.unwrapped_8bit, 2 * (last - first) + 8 * blocks, 8 * (end - start))
+        whole = np.minimum(block_end(end), self.numel) - block_start(start)
+        original = state_bytes(np.where(self.unwrapped_8bit, whole, end - start), self.unwrapped_8bit)
         head = self.unwrapped_8bit & (start % BLOCK_SIZE != 0)
         tail = self.unwrapped_8bit & (end % BLOCK_SIZE != 0) & (end != self.numel)
         same = head & tail & (start // BLOCK_SIZE == end // BLOCK_SIZE)
@@ -425,10 +424,10 @@ class _Segments:
     def _native_bytes(self, ranks: int) -> Array:
         if self.orig:
             local = self._local_numel()
-            return self._total(ranks)(_state_bytes(local, local >= self.threshold))
+            return self._total(ranks)(state_bytes(local, local >= self.threshold))
         shards = self.bounds[1:] - self.bounds[:-1]
         padded = np.zeros(ranks, dtype=np.int64)
-        padded[: len(shards)] = _state_bytes(shards, shards >= self.threshold)
+        padded[: len(shards)] = state_bytes(shards, shards >= self.threshold)
         return padded
 
     def _sent(self, head: Array, tail: Array, same: Array) -> Array:
@@ -436,21 +435,22 @@ class _Segments:
         starts = np.array([param.flat_start for param in self.unit.params], dtype=np.int64)[self.index]
 
         def others(position: Array) -> Array:
-            block = position - position % BLOCK_SIZE
+            block = block_start(position)
             block_end = np.minimum(block + BLOCK_SIZE, self.numel)
             lowest = np.searchsorted(self.bounds, starts + block, side="right") - 1
             highest = np.searchsorted(self.bounds, starts + block_end, side="left") - 1
             return highest - lowest
 
-        head_end = np.minimum(self.end, self.start + -self.start % BLOCK_SIZE)
-        tail_start = np.maximum(self.start, self.end - self.end % BLOCK_SIZE)
+        head_end = np.minimum(self.end, block_end(self.start))
+        tail_start = np.maximum(self.start, block_start(self.end))
         sent_head = np.where(head, (head_end - self.start) * others(self.start), 0)
         sent_tail = np.where(tail & ~same, (self.end - tail_start) * others(self.end), 0)
         return sent_head + sent_tail
 
 
-def _state_bytes(numel: Array, is_8bit: Array) -> Array:
-    return np.where(is_8bit, 2 * numel + 8 * -(-numel // BLOCK_SIZE), 8 * numel)
+def state_bytes(numel: Array, is_8bit: Array) -> Array:
+    """Bytes that native AdamW8bit allocates for tensors of `numel` elements."""
+    return np.where(is_8bit, 2 * numel + 8 * num_blocks(numel), 8 * numel)
 
 
 def _tensors(unit: ShardLayout, rank: int, orig: bool) -> Iterable[tuple[tuple[str, ...], int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -27,9 +27,10 @@ from torch import nn
 
 from .. import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
 from ..edges import flat, flat_gradient
-from ..layout import BLOCK_SIZE, OriginalParam, ShardLayout, merge_runs
+from ..layout import ShardLayout, merge_runs
 from ..sharded import Update
 from ..update import Hyperparameters, new_state, update_run
+from .audit import lay_out, state_bytes, units_of
 from .fixture import Model, gradients, wrap
 from .reproduce import environment
 from .world import rank_device
@@ -79,17 +80,8 @@ def planned_layouts(
     sizes: Mapping[str, tuple[int, ...]], unit_names: Sequence[str], ranks: int, rank: int
 ) -> list[ShardLayout]:
     """What FSDP1 makes of a model under FULL_SHARD with `use_orig_params=False`, without running it."""
-    members: dict[str, list[str]] = {}
-    for name in sizes:
-        unit = next((unit for unit in unit_names if name.startswith(f"{unit}.")), "")
-        members.setdefault(unit, []).append(name)
-    layouts = []
-    for names in members.values():
-        starts = [0, *accumulate(torch.Size(sizes[name]).numel() for name in names)]
-        params = tuple(map(OriginalParam, names, (sizes[name] for name in names), starts))
-        shard = -(-starts[-1] // ranks)
-        layouts.append(ShardLayout(params, range(0, shard * ranks + 1, shard), rank))
-    return layouts
+    members = units_of(sizes, unit_names, use_orig_params=False)
+    return [replace(lay_out(each, ranks, align=0), rank=rank) for each in members if each]
 
 
 def measure(model_name: str, wrapping: str, rounds: int, played: bool = False) -> dict[str, Any]:
@@ -251,7 +243,7 @@ def kernel_calls(step: Callable[[], Any]) -> int:
 def _bytes(sharded: ShardedAdamW8bit, sizes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Any]:
     """State and traffic of the rank that has most of them, and what they are measured against."""
     numels = [torch.Size(shape).numel() for shape in sizes.values()]
-    share = sum(2 * n + 8 * -(-n // BLOCK_SIZE) if n >= 4096 else 8 * n for n in numels) / ranks
+    share = sum(int(state_bytes(numel, numel >= 4096)) for numel in numels) / ranks
     own = {
         "state": sum(
             value.nbytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout import BLOCK_SIZE
+from ..layout import num_blocks
 from . import models
 from .audit import audit
 
@@ -118,9 +118,7 @@ def _lora_bytes() -> dict[str, dict[str, int]]:
     return {
         label: {
             "fp32": sum(4 * param.numel() for param in _adapters(model, names)),
-            "8bit": sum(
-                param.numel() + 4 * -(-param.numel() // BLOCK_SIZE) for param in _adapters(model, names)
-            ),
+            "8bit": sum(param.numel() + 4 * num_blocks(param.numel()) for param in _adapters(model, names)),
         }
         for label, names in layers.items()
     }
