@@ -245,6 +245,15 @@ def peak_of_full_state(numel: int) -> tuple[int, int]:
     model, optimizer = build(case, ("coarse", False), "sharded")
     steps(case, model, optimizer, 1, 1)
     named_state.STRETCH = 32 * 256  # this model is small
+    room, send = torch.empty(2**18, dtype=torch.uint8), dist.broadcast
+
+    def broadcast(message: torch.Tensor, *args: Any, **options: Any) -> None:
+        """Through a tensor that stays: Gloo's thread may be the one to free `message`, unseen below."""
+        part = room[: message.numel()].copy_(message)
+        send(part, *args, **options)
+        message.copy_(part)
+
+    dist.broadcast = broadcast
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         full = optimizer.full_state_dict()
     now = highest = 0
@@ -265,8 +274,7 @@ def test_gathering_needs_little_more_than_its_result() -> None:
     with World(2, device="cpu") as world:  # its own, as it changes a constant
         for highest, size in world.run(peak_of_full_state, 400_001):
             assert size > 4 * 2 * 400_000
-            # the profiler misses what Gloo's thread frees, a few stretches a parameter
-            assert size <= highest <= 1.2 * size
+            assert size <= highest <= 1.05 * size
 
 
 def native_round_trip(orig: bool) -> dict[str, Any]:
