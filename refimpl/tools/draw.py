@@ -9,19 +9,23 @@ The strip is readable without colour. One character stands for `scale` elements:
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from html import escape
 from string import ascii_lowercase, ascii_uppercase
+from textwrap import fill
+from typing import Any
 
 from ..layout import BLOCK_SIZE, ShardLayout
 
 LETTERS = ascii_lowercase + ascii_uppercase
 PADDING = "."
+LINE = 80
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
 
 def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: int = BLOCK_SIZE) -> str:
-    """Four lines of text: ranks, parameters, blocks, and what the letters mean.
+    """Lines of text: ranks, parameters, blocks, and what the letters mean.
 
     In the line of blocks, `'` marks where a block of 8-bit state begins and `X` where a rank bound cuts
     one. `is_8bit[i]` says which parameters have blocks (default: all). A character shows what lies at
@@ -41,16 +45,17 @@ def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: 
     for bound in _cutting_bounds(layout, is_8bit):
         blocks[bound // scale] = "X"
     params = "".join(_letter_at(layout, position) for position in columns)
-    legend = ", ".join(
+    legend = [
         f"{LETTERS[index % len(LETTERS)]} = {param.fqn} ({param.numel:,})"
         for index, param in enumerate(layout.params)
-    )
+    ]
+    legend.append(f"{PADDING} = padding, one character = {scale:,} element{'s' * (scale > 1)}")
     return "\n".join(
         [
             f"ranks   {''.join(ranks)}".rstrip(),
             f"params  {params}",
             f"blocks  {''.join(blocks)}".rstrip(),
-            f"        {legend}; {PADDING} = padding; one character = {scale:,} elements",
+            fill("; ".join(legend), LINE, initial_indent=" " * 8, subsequent_indent=" " * 8),
         ]
     )
 
@@ -97,6 +102,46 @@ def svg(
         f' font-family="sans-serif" font-size="13"><title>{escape(title)}</title>'
         f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(shapes)}</svg>\n'
     )
+
+
+class Picture:
+    """A picture as a notebook shows it, which carries the fact that is printed beside it.
+
+    Comparisons of notebooks skip PNG. The fact is the picture's text form, which they do compare, and
+    lies in the PNG file too, so that a picture and a text that do not belong together can be told.
+    """
+
+    def __init__(self, fact: str, *, svg: str | None = None, png: bytes | None = None) -> None:
+        self.fact, self._svg, self._png = fact, svg, png
+
+    def __repr__(self) -> str:
+        return self.fact
+
+    def _repr_svg_(self) -> str | None:
+        return self._svg
+
+    def _repr_png_(self) -> bytes | None:
+        return self._png
+
+
+def picture(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, width: int = 720) -> Picture:
+    """`svg` of a layout as a picture whose fact is counted from what is drawn, and printed."""
+    cuts = len(_cutting_bounds(layout, is_8bit))
+    fact = (
+        f"{layout.num_ranks} ranks, {len(layout.params)} parameters,"
+        f" {sum(1 for _ in _blocks(layout, is_8bit))} blocks; bounds that cut a block: {cuts}"
+    )
+    print(fact)
+    return Picture(fact, svg=svg(layout, is_8bit, width=width, title=fact))
+
+
+def plot(figure: Any, fact: str) -> Picture:
+    """A matplotlib figure as a PNG picture. `fact`, read off what is drawn, is printed."""
+    file = io.BytesIO()
+    metadata = {"Software": None, "Description": fact}
+    figure.savefig(file, format="png", dpi=100, facecolor="white", bbox_inches="tight", metadata=metadata)
+    print(fact)
+    return Picture(fact, png=file.getvalue())
 
 
 def _letter_at(layout: ShardLayout, position: int) -> str:
