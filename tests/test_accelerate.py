@@ -197,6 +197,7 @@ def check(setup: Setup, saving: World, resuming: GetWorld, path: Path) -> list[A
     return expected[0]
 
 
+@pytest.mark.rule("checkpoint.stock-apis")
 @pytest.mark.parametrize(("kind", "orig"), [*itertools.product((FULL, SHARDED), (False, True))])
 def test_resume(kind: str, orig: bool, saving: World, resuming: GetWorld, tmp_path: Path) -> None:
     (saved, _), (last, _) = check(Setup(kind, orig), saving, resuming, tmp_path)
@@ -204,6 +205,7 @@ def test_resume(kind: str, orig: bool, saving: World, resuming: GetWorld, tmp_pa
     assert {entry["step"] for entry in saved.values()} == {2}
 
 
+@pytest.mark.rule("checkpoint.stock-apis")
 @pytest.mark.parametrize("schedule", ["prepared", "registered"])
 def test_a_scheduler(schedule: str, saving: World, resuming: GetWorld, tmp_path: Path) -> None:
     (_, saved), (_, last) = check(Setup(SHARDED, False, schedule), saving, resuming, tmp_path)
@@ -213,6 +215,7 @@ def test_a_scheduler(schedule: str, saving: World, resuming: GetWorld, tmp_path:
         assert found[name]["lr"] == pytest.approx(1e-3 * 0.5 ** (steps * step))
 
 
+@pytest.mark.rule("checkpoint.stock-apis", "checkpoint.reshard")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_resume_on_another_number_of_ranks(
@@ -226,6 +229,7 @@ def test_resume_on_another_number_of_ranks(
             assert differences(found, [native[1], native[3]]) == [], f"{orig=}"
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_what_fsdp_spoils_on_cpu_is_refused(saving: World, resuming: GetWorld, tmp_path: Path) -> None:
     setup = Setup(FULL, orig=True, offload=True)  # Accelerate's default
     saving.run(save_and_go_on, setup, tmp_path)

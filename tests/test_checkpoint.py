@@ -43,6 +43,7 @@ UNEVEN = Case(
 )
 
 
+@pytest.mark.rule("checkpoint.reshard", "checkpoint.stock-apis", "checkpoint.by-name")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_layout_into_every_other(route: str, twin: str, world: GetWorld, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_every_layout_into_every_other(route: str, twin: str, world: GetWorld, t
             assert differences(found, expected) == [], f"into {size} ranks"
 
 
+@pytest.mark.rule("checkpoint.by-name", "checkpoint.stock-apis", "override.by-name")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_steps_that_differ_overrides_and_no_state_yet(
@@ -83,6 +85,7 @@ def test_steps_that_differ_overrides_and_no_state_yet(
 HALF = Case(CASE.shapes, dtype=torch.bfloat16, bits=5)
 
 
+@pytest.mark.rule("checkpoint.reshard")
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_model_in_bf16(route: str, world: GetWorld, tmp_path: Path) -> None:
     native = native_run(HALF)
@@ -93,6 +96,7 @@ def test_a_model_in_bf16(route: str, world: GetWorld, tmp_path: Path) -> None:
         assert differences(found, expected) == []
 
 
+@pytest.mark.rule("checkpoint.reshard", "strategy.invariant")
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_other_strategies(route: str, strategy: str, world: GetWorld, tmp_path: Path) -> None:
@@ -105,6 +109,7 @@ def test_other_strategies(route: str, strategy: str, world: GetWorld, tmp_path: 
             assert differences(found, [native[1], native[3]] * 2) == []
 
 
+@pytest.mark.rule("checkpoint.reshard")
 def test_in_fresh_processes(tmp_path: Path) -> None:
     native = native_run(CASE)
     with World(2, device="cpu") as first:
@@ -128,6 +133,7 @@ def fresh_then_asked(orig: bool, twin: str) -> tuple[Any, Any]:
     return snapshot(model, optimizer)
 
 
+@pytest.mark.rule("checkpoint.stock-apis")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("twin", TWINS)
@@ -155,11 +161,13 @@ def learning_rates(path: Path) -> list[float]:
     return found
 
 
+@pytest.mark.rule("checkpoint.by-name")
 def test_hyperparameters_come_back(world: GetWorld, tmp_path: Path) -> None:
     for found in world(2).run(learning_rates, tmp_path):
         assert found == [(0.25, (0.5, 0.75))] * 4
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_groups_that_were_saved_apart_do_not_merge_silently() -> None:
     first, second = Model({"a": (10,), "b": (10,)}), Model({"a": (10,), "b": (10,)})
     groups = [{"params": [("a", first.a.weight)]}, {"params": [("b", first.b.weight)], "lr": 0.5}]
@@ -182,6 +190,7 @@ def sharded_middle(full: dict[str, Any], values: dict[str, torch.Tensor]) -> Any
     return full_parameters(model), optimizer.full_state_dict()
 
 
+@pytest.mark.rule("checkpoint.interchange")
 def test_from_native_to_ranks_and_back_to_native(world: GetWorld) -> None:
     native = native_run(CASE)
     names = [f"{name}.weight" for name in CASE.shapes]
@@ -201,6 +210,7 @@ def test_from_native_to_ranks_and_back_to_native(world: GetWorld) -> None:
         assert differences([native_snapshot(again, resumed)], native[3:]) == []
 
 
+@pytest.mark.rule("checkpoint.interchange")
 def test_native_groups_and_names_in_groups() -> None:
     model = Model({"a": (70, 80), "b": (300,)})
     groups = [{"params": [model.a.weight]}, {"params": [model.b.weight], "lr": 0.5}]
@@ -224,6 +234,7 @@ def test_native_groups_and_names_in_groups() -> None:
         to_bitsandbytes(full, ["a", "c"])
 
 
+@pytest.mark.rule("checkpoint.interchange")
 def test_to_torch_adamw_is_dequantized(world: GetWorld) -> None:
     """Lossy, so a tolerance: what torch's AdamW gets is the 8-bit state to within its quantization."""
     model = CASE.model()
@@ -270,6 +281,7 @@ def peak_of_full_state(numel: int) -> tuple[int, int]:
     return highest, size
 
 
+@pytest.mark.rule("checkpoint.by-name")
 def test_gathering_needs_little_more_than_its_result() -> None:
     with World(2, device="cpu") as world:  # its own, as it changes a constant
         for highest, size in world.run(peak_of_full_state, 400_001):
@@ -301,6 +313,7 @@ def native_round_trip(orig: bool) -> dict[str, Any]:
     return notes
 
 
+@pytest.mark.rule("checkpoint.by-name", "checkpoint.stock-apis")
 def test_native_state_does_not_survive(world: GetWorld) -> None:
     """Expected to fail upstream (bitsandbytes #89, #1403): a release that mends it turns this red."""
     for notes in world(2).run(native_round_trip, False):

@@ -60,6 +60,7 @@ def count_collectives(case: Case, units: list[str], orig: bool, groups: bool = F
 CUT = Case({"x": (3000,), "y": (97, 99), "z": (5001,)})
 
 
+@pytest.mark.rule("traffic.edges-only")
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("units", [[], ["x", "y", "z"]], ids=["coarse", "fine"])
 def test_one_collective_and_edges_only(units: list[str], orig: bool, world: GetWorld) -> None:
@@ -69,6 +70,7 @@ def test_one_collective_and_edges_only(units: list[str], orig: bool, world: GetW
         assert 0 < sent <= found["cuts"] * 256  # fewer than 256 elements a side, and a status
 
 
+@pytest.mark.rule("collective.unconditional", "padding.inert")
 def test_a_rank_of_padding_alone_enters_the_collective_too(world: GetWorld) -> None:
     """Under use_orig_params=True the last ranks hold nothing and have no gradient at all."""
     case = Case({"a": (4097,), "b": (1,)})
@@ -77,6 +79,7 @@ def test_a_rank_of_padding_alone_enters_the_collective_too(world: GetWorld) -> N
         assert [len(found["entered"]) for found in counts] == [1, 1, 1, 1]
 
 
+@pytest.mark.rule("traffic.edges-only")
 @pytest.mark.parametrize("orig", [False, True])
 def test_no_collective_where_no_block_is_cut(orig: bool, world: GetWorld) -> None:
     aligned = Case({"a": (6, 1024), "b": (8, 512), "c": (30,)})
@@ -85,6 +88,7 @@ def test_no_collective_where_no_block_is_cut(orig: bool, world: GetWorld) -> Non
             assert found["entered"] == []
 
 
+@pytest.mark.rule("memory.sharded")
 @pytest.mark.parametrize("wrapping", bench.WRAPPINGS)
 @pytest.mark.parametrize("model", ["medium", "odd", "large"])
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -109,6 +113,7 @@ def test_state_is_sharded(model: str, wrapping: str, ranks: int) -> None:
         assert max(per_rank) <= 1.02 * share
 
 
+@pytest.mark.rule("memory.sharded")
 def test_state_that_is_planned_is_what_is_allocated() -> None:
     units = [([(0, 5000), (1, 300), (0, 20_001)], (0, 9000, 25_302))]
     rank = PlayedRank(units, 1, 4096)

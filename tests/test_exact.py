@@ -65,6 +65,13 @@ CASES = {
 }
 
 
+@pytest.mark.rule(
+    "update.equals-unwrapped",
+    "state.equals-unwrapped",
+    "wrap.invariant",
+    "world.invariant",
+    "orig-params.invariant",
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_public_cases(name: str, size: int, world: GetWorld) -> None:
@@ -72,6 +79,7 @@ def test_public_cases(name: str, size: int, world: GetWorld) -> None:
         check(world(size), CASES[name], wrapping, orig)
 
 
+@pytest.mark.rule("precision.original-size", "precision.strict-less", "precision.same-on-every-rank")
 def test_precision_by_original_size(world: GetWorld) -> None:
     run = wrapped_run_states(world(2), CASES["threshold"], "coarse")
     assert run == {"p.weight": torch.float32, "q.weight": torch.uint8, "r.weight": torch.uint8}
@@ -94,6 +102,7 @@ BLOCKS = Case(
 )
 
 
+@pytest.mark.rule("strategy.invariant")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -116,6 +125,7 @@ def hybrid_run(case: Case, wrapping: str, orig: bool, twin: str, strategy: Shard
     )
 
 
+@pytest.mark.rule("strategy.invariant")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
 @pytest.mark.parametrize("orig", [False, True])
 def test_hybrid(strategy: ShardingStrategy, orig: bool, world: GetWorld) -> None:
@@ -133,6 +143,7 @@ def subgroup_run(case: Case, orig: bool, twin: str) -> object:
     return wrapped_run(case, "coarse", orig, twin, process_group=group)
 
 
+@pytest.mark.rule("world.invariant")
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_process_group_that_is_not_the_default(orig: bool, world: GetWorld) -> None:
     expected = native_run(STRADDLING)
@@ -152,6 +163,7 @@ HALF = {
 }
 
 
+@pytest.mark.rule("update.equals-unwrapped", "state.equals-unwrapped")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("wrapping", ["coarse", "fine"])
@@ -162,6 +174,7 @@ def test_a_model_in_half_precision(
     check(world(size), HALF[dtype], wrapping, orig)
 
 
+@pytest.mark.rule("update.equals-unwrapped", "state.equals-unwrapped")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
@@ -177,6 +190,7 @@ def without_unused(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if name != unused}
 
 
+@pytest.mark.rule("update.equals-unwrapped", "collective.unconditional")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("orig", [False, True])
 def test_units_unused_in_an_iteration(orig: bool, size: int, world: GetWorld) -> None:
@@ -188,6 +202,7 @@ def tie(model: nn.Module) -> None:
     model.head.weight = model.emb.weight
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("orig", [False, True])
 def test_tied_weights(orig: bool, size: int, world: GetWorld) -> None:
@@ -195,6 +210,7 @@ def test_tied_weights(orig: bool, size: int, world: GetWorld) -> None:
     check(world(size), case, "coarse", orig)
 
 
+@pytest.mark.rule("update.equals-unwrapped", "state.equals-unwrapped", "block.cut-by-rank")
 @pytest.mark.parametrize("orig", [False, True])
 def test_long_runs(orig: bool, world: GetWorld) -> None:
     check(world(2), Case(STRADDLING.shapes, steps=100), "coarse", orig, ["sharded"])
@@ -208,6 +224,7 @@ def b_zero_in_step_2(step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: grad * (0.0 if (step, name) == (2, "b") else 1.0) for name, grad in grads.items()}
 
 
+@pytest.mark.rule("scope.unused-parameter")
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_parameter_unused_in_a_used_unit_has_zeros(orig: bool, world: GetWorld) -> None:
     """`scope.unused-parameter`: FSDP1 hands over zeros, not None, so the unwrapped run must be given them.

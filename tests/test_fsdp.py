@@ -304,6 +304,7 @@ def all_names(seen: list[Seen]) -> set[str]:
 FLAT = [(size, strategy) for size in (2, 3, 4) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
 
 
+@pytest.mark.rule("padding.inert")
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize(("size", "strategy"), [(1, "FULL_SHARD"), *FLAT])
 @pytest.mark.parametrize("case", CASES)
@@ -326,6 +327,7 @@ def see_hybrid(build: Callable[..., Wrapped], **options: Any) -> Any:
     return see(build, process_group=(shard, replicate), **options)
 
 
+@pytest.mark.rule("strategy.invariant")
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @pytest.mark.parametrize("case", CASES)
@@ -405,6 +407,7 @@ def test_shapes_are_those_of_the_unwrapped_model(world: Worlds, use_orig_params:
         assert sorted(pair for each in seen for pair in each.params) == sorted(expected)
 
 
+@pytest.mark.rule("padding.inert")
 def test_padding_on_several_ranks(world: Worlds) -> None:
     results = world(4).run(see, small_units, use_orig_params=False)
     held: dict[str, list[int]] = {}
@@ -424,6 +427,7 @@ def test_a_tied_weight_goes_by_its_first_name(world: Worlds, use_orig_params: bo
         assert all_names(seen) == {"emb.weight", "body.weight", "body.bias", "head.bias"}
 
 
+@pytest.mark.rule("padding.inert", "orig-params.invariant")
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 def test_alignment_follows_the_compute_dtype(world: Worlds, mixed: bool) -> None:
     build = bfloat16_compute if mixed else nested_units
@@ -575,6 +579,7 @@ def refusal(build: Callable[..., Any], **options: Any) -> tuple[str, str]:
     return "", "nothing was raised"
 
 
+@pytest.mark.rule("refuse.memory-order")
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize(
     ("build", "name"),
@@ -604,6 +609,7 @@ def fsdp2(wrap_part: bool) -> Any:
     return model
 
 
+@pytest.mark.rule("refuse.dtensor")
 @pytest.mark.parametrize("wrap_part", [False, True], ids=["alone", "beside FSDP1"])
 def test_dtensors_are_refused(world: Worlds, wrap_part: bool) -> None:
     for kind, message in world(2).run(refusal, fsdp2, wrap_part=wrap_part):
@@ -619,6 +625,7 @@ def tensor_parallel(**options: Any) -> Any:
     return wrap(model, ["1"], device_mesh=mesh["data"], **options)
 
 
+@pytest.mark.rule("refuse.dtensor")
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 def test_tensor_parallel_parameters_inside_fsdp_are_refused(world: Worlds, use_orig_params: bool) -> None:
     for kind, message in world(4).run(refusal, tensor_parallel, use_orig_params=use_orig_params):

@@ -248,6 +248,7 @@ def test_segments_say_what_lies_where_in_every_shard(layout: ShardLayout) -> Non
         assert own.shard_numel == layout.bounds[rank + 1] - layout.bounds[rank]
 
 
+@pytest.mark.rule("padding.inert")
 @with_unlucky_examples
 def test_segments_of_all_ranks_tile_every_parameter(layout: ShardLayout) -> None:
     told = Counter(
@@ -261,6 +262,7 @@ def test_segments_of_all_ranks_tile_every_parameter(layout: ShardLayout) -> None
     )
 
 
+@pytest.mark.rule("block.cut-by-rank")
 @with_unlucky_examples
 def test_cut_blocks_are_the_blocks_that_several_ranks_hold(layout: ShardLayout) -> None:
     for rank, expected in enumerate(Oracle.of(layout).cut_blocks(layout)):
@@ -268,6 +270,7 @@ def test_cut_blocks_are_the_blocks_that_several_ranks_hold(layout: ShardLayout) 
         assert len(expected) <= 2
 
 
+@pytest.mark.rule("block.cut-by-rank", "traffic.edges-only")
 @with_unlucky_examples
 def test_a_rank_that_touches_a_cut_block_holds_or_receives_all_of_it(layout: ShardLayout) -> None:
     shards = [set(shard.values()) for shard in Oracle.of(layout).shards(layout)]
@@ -286,6 +289,7 @@ def test_a_rank_that_touches_a_cut_block_holds_or_receives_all_of_it(layout: Sha
             assert all(element in shards[holder] for holder, element in gathered)
 
 
+@pytest.mark.rule("collective.unconditional")
 @properties
 @given(layouts, st.data())
 def test_any_cut_is_the_same_answer_on_every_rank(layout: ShardLayout, data: st.DataObject) -> None:
@@ -387,6 +391,7 @@ def test_the_cuts_are_the_8bit_cut_blocks(case: Case) -> None:
         assert all(cut.own.rank == each.layout.rank for cut in each.plan.cuts)
 
 
+@pytest.mark.rule("precision.same-on-every-rank", "override.by-name")
 @planned
 def test_a_run_has_one_precision_and_one_set_of_hyperparameters(case: Case) -> None:
     for each in plans(case):
@@ -411,6 +416,7 @@ def whole_blocks(each: Planned, start: int, end: int) -> bool:
     return True
 
 
+@pytest.mark.rule("block.restart", "block.tail")
 @planned
 def test_the_blocks_of_an_8bit_run_are_blocks_of_its_parameters(case: Case) -> None:
     for each in plans(case):
@@ -473,6 +479,7 @@ def told_absmax(each: Planned) -> dict[int, Element]:
     return told
 
 
+@pytest.mark.rule("memory.sharded", "block.cut-by-rank")
 @planned
 def test_state_holds_every_touched_block_whole_and_nothing_else(case: Case) -> None:
     for each in plans(case):
@@ -535,6 +542,7 @@ def test_merging_by_hand(
 # ---- the concrete cases of shared/cases.md
 
 
+@pytest.mark.rule("block.cut-by-rank")
 def test_one_block_over_three_and_four_ranks() -> None:
     layout = fsdp1([4100], 41)
     three = CutBlock(0, 0, 256, (Piece(0, 0, 100), Piece(1, 100, 200), Piece(2, 200, 256)))
@@ -552,6 +560,7 @@ def test_one_block_over_three_and_four_ranks() -> None:
     assert (plan.codes, plan.blocks) == (256, 1)
 
 
+@pytest.mark.rule("block.cut-by-rank")
 def test_straddling_three_parameters() -> None:
     params = place([3000, 96 * 96, 500])
     layout = ShardLayout(params, equal_bounds(params[-1].flat_end, 2))
@@ -567,6 +576,7 @@ def test_straddling_three_parameters() -> None:
     assert (second.codes, second.blocks, second.floats) == (5888, 23, 500)
 
 
+@pytest.mark.rule("block.tail")
 def test_uneven_with_a_short_last_block() -> None:
     layout = ShardLayout((OriginalParam("a", (101, 80)),), equal_bounds(8080, 2))
     block = CutBlock(0, 3840, 4096, (Piece(0, 3840, 4040), Piece(1, 4040, 4096)))  # block 15, at 200
@@ -584,6 +594,7 @@ def two(second_start: int) -> tuple[OriginalParam, ...]:
     return (OriginalParam("one", (10,)), OriginalParam("two", (2, 5), second_start))
 
 
+@pytest.mark.rule("refuse.layout")
 @pytest.mark.parametrize(
     ("params", "bounds", "rank", "message"),
     [

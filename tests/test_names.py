@@ -104,6 +104,7 @@ def drifted(path: Path) -> tuple[str, str]:
     return "no error", ""
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_replicas_that_differ_are_not_saved(world: GetWorld, tmp_path: Path) -> None:
     for message, files in world(2).run(drifted, tmp_path):
         assert "differs between ranks that should hold copies of it" in message
@@ -128,6 +129,7 @@ def ignored_parameter() -> list[str]:
     return []
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_a_full_form_that_cannot_reach_every_rank(world: GetWorld) -> None:
     for (message,) in world(2).run(ignored_parameter):
         assert "the checkpoint is empty on a rank that no other can give it to" in message
@@ -167,6 +169,7 @@ def test_learning_rates_of_other_types(lr: Any, tmp_path: Path) -> None:
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_another_checkpoint_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -193,11 +196,13 @@ def different_checkpoints() -> str:
     return "no error"
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_ranks_must_pass_the_same_checkpoint(world: GetWorld) -> None:
     for message in world(2).run(different_checkpoints):
         assert "ranks were given different checkpoints" in message
 
 
+@pytest.mark.rule("override.by-name")
 def test_global_overrides_do_not_leak_into_the_shadow() -> None:
     import bitsandbytes as bnb
 
@@ -234,6 +239,7 @@ def skipped_on_rank_1(path: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.rule("scope.skipped-step")
 def test_a_step_skipped_on_one_rank_is_noticed_when_saving(world: GetWorld, tmp_path: Path) -> None:
     for messages in world(2).run(skipped_on_rank_1, tmp_path):
         assert len(messages) == 2

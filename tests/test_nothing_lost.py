@@ -415,6 +415,7 @@ def chosen_flips(size: int, seed: int) -> list[tuple[int, int]]:
     return [(position, choose.randrange(8)) for position in positions]
 
 
+@pytest.mark.rule("refuse.checkpoint")
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["data of rank 0", "data of rank 1", "metadata"])
 def test_a_flipped_bit(number: int, world: GetWorld, good: Any, tmp_path: Path) -> None:
     folder = copied(good[0], tmp_path / "folder")
@@ -491,6 +492,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.rule("refuse.checkpoint")
 @pytest.mark.parametrize(("twin", "layout"), [(twin, layout) for twin in TWINS for layout in (COARSE, FINE)])
 def test_damage(twin: str, layout: Layout, world: GetWorld, good: Any, tmp_path: Path) -> None:
     loads = {}
@@ -509,6 +511,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.rule("refuse.checkpoint")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_checkpoint_of_something_else(twin: str, world: GetWorld, tmp_path: Path) -> None:
     """In both forms."""
@@ -520,6 +523,7 @@ def test_a_checkpoint_of_something_else(twin: str, world: GetWorld, tmp_path: Pa
     check_refused(world(2), loads, messages, COARSE, twin)
 
 
+@pytest.mark.rule("refuse.checkpoint")
 def test_another_version_or_block_size(world: GetWorld, good: Any, tmp_path: Path) -> None:
     """In both forms."""
     folder, full = good
@@ -606,6 +610,7 @@ def bad_dicts(full: Full) -> dict[str, tuple[Any, str]]:
     }
 
 
+@pytest.mark.rule("refuse.checkpoint")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_dict_that_does_not_fit(twin: str, world: GetWorld, good: Any) -> None:
     """On all ranks, or on one of them alone."""
@@ -672,6 +677,7 @@ STOCK: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+@pytest.mark.rule("refuse.checkpoint")
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("what", STOCK)
 def test_a_state_dict_that_does_not_fit(what: str, rank: int | None, world: GetWorld) -> None:
@@ -694,6 +700,7 @@ def load_with_one_bad_reader(path: Path, bad_rank: int) -> tuple[str, bool]:
     return message, same(everything(model, optimizer), before)
 
 
+@pytest.mark.rule("refuse.checkpoint", "collective.unconditional")
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
 def test_a_problem_of_one_rank_is_raised_on_all(bad_rank: int, world: GetWorld, good: Any) -> None:
     for rank, (message, unchanged) in enumerate(world(3).run(load_with_one_bad_reader, good[0], bad_rank)):
@@ -840,6 +847,7 @@ def check_contents(folder: Path, full: Full) -> None:
     assert lengths == sum(file.stat().st_size for file in data_files(folder))
 
 
+@pytest.mark.rule("checkpoint.by-name")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_rank_writes_its_part_once(strategy: str, size: int, world: GetWorld, tmp_path: Path) -> None:
@@ -853,6 +861,7 @@ def test_each_rank_writes_its_part_once(strategy: str, size: int, world: GetWorl
             assert len(data_files(folder)) == size
 
 
+@pytest.mark.rule("checkpoint.reshard", "strategy.invariant")
 def test_hybrid_writes_replicas_once_and_loads_into_three_ranks(world: GetWorld, tmp_path: Path) -> None:
     full = world(4).run(save_hybrid, tmp_path)[0]
     check_contents(tmp_path, full)

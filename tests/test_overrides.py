@@ -37,6 +37,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rule("override.by-name")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_they_equal_native_overrides_on_the_unwrapped_model(size: int, world: GetWorld) -> None:
     for wrapping, orig in WRAPPINGS:
@@ -52,6 +53,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.rule("override.by-name")
 def test_decay_and_no_decay_inside_one_flat_parameter(world: GetWorld) -> None:
     case = Case(SHAPES, overrides={name: {"weight_decay": 0.0} for name in ("bias.*", "norm.*")})
     model = case.model()
@@ -82,6 +84,7 @@ def run_scheduled(case: Case, twin: str) -> list[Snapshot]:
     return [snapshot(model, optimizer) for _ in scheduled(case, model, optimizer)]
 
 
+@pytest.mark.rule("override.by-name")
 def test_a_scheduler_scales_all_but_an_overridden_lr(world: GetWorld) -> None:
     case = Case(SHAPES, overrides={"bias.*": {"lr": 2e-3}})
     model = case.model()
@@ -103,6 +106,7 @@ def test_a_scheduler_scales_all_but_an_overridden_lr(world: GetWorld) -> None:
             assert differences(found, native) == []
 
 
+@pytest.mark.rule("refuse.override")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -126,6 +130,7 @@ def test_a_wrong_override_is_refused_by_name(
         TWINS[twin](model.named_parameters(), overrides=overrides)
 
 
+@pytest.mark.rule("override.by-name")
 def test_patterns_that_agree_add_up() -> None:
     model = Model({"a": (5000,), "b": (10,)})
     overrides = {"a.*": {"lr": 1.0, "optim_bits": 32}, "*.weight": {"lr": 1.0, "eps": 1e-6}}

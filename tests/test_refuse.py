@@ -25,6 +25,7 @@ CASE = Case({"x": (3000,), "y": (97, 99), "z": (500,)})
 pytestmark = pytest.mark.parametrize("twin", TWINS)
 
 
+@pytest.mark.rule("refuse.hyperparameter", "refuse.amsgrad")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -49,6 +50,7 @@ def test_arguments(twin: str, arguments: dict[str, Any], message: str) -> None:
         TWINS[twin](Model({"a": (10,)}).parameters(), **arguments)
 
 
+@pytest.mark.rule("refuse.hyperparameter")
 @pytest.mark.parametrize("key", ["lr", "eps", "weight_decay"])
 def test_hyperparameters_of_a_group(twin: str, key: str) -> None:
     first, second = Model({"a": (10,)}), Model({"b": (10,)})
@@ -59,6 +61,7 @@ def test_hyperparameters_of_a_group(twin: str, key: str) -> None:
     optimizer.add_param_group({"params": second.parameters()})
 
 
+@pytest.mark.rule("refuse.override")
 @pytest.mark.parametrize("key", ["optim_bits", "min_8bit_size"])
 def test_group_keys_that_native_ignores_silently(twin: str, key: str) -> None:
     groups = [{"params": Model({"a": (10,)}).parameters(), key: 32}]
@@ -66,12 +69,14 @@ def test_group_keys_that_native_ignores_silently(twin: str, key: str) -> None:
         TWINS[twin](groups)
 
 
+@pytest.mark.rule("refuse.memory-order")
 def test_memory_order(twin: str) -> None:
     conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"'weight' has strides .*refuse\.memory-order"):
         TWINS[twin](conv.named_parameters())
 
 
+@pytest.mark.rule("refuse.sparse-gradient")
 def test_sparse_gradients(twin: str) -> None:
     embedding = nn.Embedding(100, 50, sparse=True)
     optimizer = TWINS[twin](embedding.named_parameters())
@@ -82,6 +87,7 @@ def test_sparse_gradients(twin: str) -> None:
     assert torch.equal(embedding.weight, before)
 
 
+@pytest.mark.rule("refuse.layout")
 def test_a_layout_that_does_not_fit(twin: str) -> None:
     model = Model({"a": (10,)})
     layout = ShardLayout(params=(), bounds=(0, 11))
@@ -110,6 +116,7 @@ def without_layouts(twin: str, orig: bool) -> list[str]:
     ]
 
 
+@pytest.mark.rule("refuse.no-metadata")
 @pytest.mark.parametrize("orig", [False, True])
 def test_layouts_missing_or_of_another_model(twin: str, orig: bool, world: GetWorld) -> None:
     for missing, other, partly, plain in world(2).run(without_layouts, twin, orig):
@@ -126,6 +133,7 @@ def dead_tensors(twin: str) -> str:
     return attempt(lambda: TWINS[twin](inner.parameters(), layouts=layouts))
 
 
+@pytest.mark.rule("refuse.no-metadata")
 def test_layouts_read_before_wrapping_was_complete(twin: str, world: GetWorld) -> None:
     for message in world(2).run(dead_tensors, twin):
         assert "refuse.no-metadata" in message
@@ -155,6 +163,7 @@ def backward_in_no_sync(model: FSDP) -> None:
         model(CASE.gradients(2)).backward()
 
 
+@pytest.mark.rule("refuse.unsharded-gradient")
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_gradient_that_is_not_sharded(twin: str, orig: bool, world: GetWorld) -> None:
     for message in world(2).run(step_and_compare, twin, orig, backward_in_no_sync):
@@ -177,6 +186,7 @@ def low_precision(twin: str, orig: bool) -> str:
     return message
 
 
+@pytest.mark.rule("refuse.gradient-dtype")
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_gradient_of_another_dtype(twin: str, orig: bool, world: GetWorld) -> None:
     for message in world(2).run(low_precision, twin, orig):
@@ -195,6 +205,7 @@ def spoil_on_rank_1(model: FSDP) -> None:
         tensor.data = kept
 
 
+@pytest.mark.rule("refuse.gradient-dtype", "collective.unconditional")
 @pytest.mark.parametrize("orig", [False, True])
 def test_one_rank_refuses_and_those_it_shares_a_block_with_learn_of_it(
     twin: str, orig: bool, world: GetWorld
@@ -213,6 +224,7 @@ def skip_on_rank_1(twin: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.rule("scope.skipped-step")
 def test_a_step_skipped_on_one_rank_does_not_hang_for_ever(twin: str) -> None:
     with World(2, device="cpu", timeout=4) as world, pytest.raises(RankError) as caught:
         world.run(skip_on_rank_1, twin)
@@ -231,6 +243,7 @@ def group_times_out(twin: str) -> str:
     return attempt(optimizer.step) if dist.get_rank() == 0 else "skipped"
 
 
+@pytest.mark.rule("scope.skipped-step")
 def test_the_timeout_message_names_the_scaler_to_use(twin: str) -> None:
     with World(2, device="cpu", timeout=60) as world:
         message, _ = world.run(group_times_out, twin)

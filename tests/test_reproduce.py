@@ -15,6 +15,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SMALL = [f"small.{name}.weight" for name in "abcd"]
 
 
+@pytest.mark.rule("control.fp32", "precision.original-size", "update.equals-unwrapped", "wrap.invariant")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_report_under_torchrun(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "out.json"

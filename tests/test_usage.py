@@ -53,6 +53,7 @@ def with_scheduler(case: Case, model: nn.Module, optimizer: torch.optim.Optimize
         yield
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 def test_schedulers(world: GetWorld) -> None:
     check(world(2), with_scheduler)
 
@@ -105,10 +106,12 @@ def accumulate_without_sync(case: Case, model: nn.Module, optimizer: torch.optim
         yield
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 def test_gradient_accumulation(world: GetWorld) -> None:
     check(world(2), accumulate)
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 def test_no_sync_then_a_synchronized_backward(world: GetWorld) -> None:
     check(world(2), accumulate_without_sync, accumulate)
 
@@ -125,6 +128,7 @@ def clip_with_fsdp(case: Case, model: nn.Module, optimizer: torch.optim.Optimize
         yield norm.item()
 
 
+@pytest.mark.rule("scope.clip-norm", "update.equals-unwrapped")
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("twin", TWINS)
 def test_clip_grad_norm(twin: str, orig: bool, world: GetWorld) -> None:
@@ -172,6 +176,7 @@ def skip_the_second(case: Case, model: nn.Module, optimizer: torch.optim.Optimiz
         yield
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 def test_sharded_grad_scaler_skips_on_all_ranks(world: GetWorld) -> None:
     check(world(2), with_scaler, skip_the_second)
 
@@ -185,6 +190,7 @@ def freeze_and_thaw(case: Case, model: nn.Module, optimizer: torch.optim.Optimiz
         yield
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 def test_units_frozen_and_thawed(world: GetWorld) -> None:
     check(world(2), freeze_and_thaw)
 
@@ -209,6 +215,7 @@ def grouped_run(orig: bool, twin: str) -> list[Snapshot]:
     return [snapshot(model, optimizer) for _ in train(CASE, model, optimizer)]
 
 
+@pytest.mark.rule("update.equals-unwrapped")
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("twin", TWINS)
 def test_param_groups(twin: str, orig: bool, world: GetWorld) -> None:
@@ -219,6 +226,7 @@ def test_param_groups(twin: str, orig: bool, world: GetWorld) -> None:
         assert differences(found, native) == []
 
 
+@pytest.mark.rule("wrap.invariant")
 @pytest.mark.parametrize("twin", TWINS)
 def test_on_an_unwrapped_model_it_is_the_native_optimizer(twin: str) -> None:
     runs = []
@@ -258,6 +266,7 @@ def none_on_one_rank(orig: bool, twin: str) -> str:
     return "no error"
 
 
+@pytest.mark.rule("refuse.missing-gradient")
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_gradient_missing_on_one_rank_is_refused_on_both(twin: str, orig: bool, world: GetWorld) -> None:

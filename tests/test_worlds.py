@@ -145,12 +145,22 @@ def units(draw: st.DrawFn) -> list[Unit]:
     return found
 
 
+@pytest.mark.rule(
+    "world.invariant",
+    "update.equals-unwrapped",
+    "state.equals-unwrapped",
+    "block.restart",
+    "block.tail",
+    "block.cut-by-rank",
+    "padding.inert",
+)
 @settings(max_examples=1000, deadline=None)
 @given(units())
 def test_any_layout(layout: list[Unit]) -> None:
     check(layout)
 
 
+@pytest.mark.rule("world.invariant")
 @pytest.mark.parametrize("size", [41, 100, 1000])
 def test_large_worlds(size: int) -> None:
     """Shards far shorter than a block: blocks shared by many ranks, and ranks that hold padding alone."""
@@ -161,6 +171,7 @@ def test_large_worlds(size: int) -> None:
     check([(sizes, range(0, shard * size + 1, shard)), one_element_each], steps=2, min_8bit_size=30)
 
 
+@pytest.mark.rule("block.cut-by-rank")
 def test_a_block_shared_by_three_or_four_ranks() -> None:
     """4,100 elements over 41 ranks of 100 elements."""
     layout = ShardLayout((OriginalParam("a", (4100,)),), range(0, 4101, 100), rank=20)

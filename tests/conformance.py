@@ -1,0 +1,937 @@
+"""What each rule of the contract measures, on any optimizer: the material of the conformance matrix.
+
+Every implementation trains under FSDP1 on real ranks and is compared with ITS OWN optimizer on the
+unwrapped model, bit for bit. A check answers passed, failed or unsupported, and with what it measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+import torch.distributed as dist
+from against_native import Case
+from routes import save_fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, fully_shard
+
+from refimpl import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
+from refimpl.checkpoint import load_sharded, save_sharded, to_bitsandbytes
+from refimpl.layout import BLOCK_SIZE, OriginalParam, ShardLayout, block_end, block_start
+from refimpl.tools.fixture import Model, full_parameters, wrap
+from refimpl.tools.world import World
+
+PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
+Result = tuple[str, str]
+Worlds = Callable[[int], World]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An optimizer and the way its model is wrapped."""
+
+    key: str
+    label: str
+    optimizer: str
+    wrapping: str = "coarse"
+    orig: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.optimizer in ("shadow", "sharded")
+
+    @property
+    def reference(self) -> str:
+        """What runs on the unwrapped model to compare with."""
+        return "native" if self.is_ours else self.optimizer
+
+    @property
+    def has_8bit_state(self) -> bool:
+        return self.optimizer != "adamw"
+
+
+IMPLEMENTATIONS = [
+    Implementation("native-fine", "native, fine", "native", wrapping="fine"),
+    Implementation("native-coarse", "native, coarse", "native"),
+    Implementation("native-orig", "native, `use_orig_params=True`", "native", orig=True),
+    Implementation("adamw", "FP32 AdamW", "adamw"),
+    Implementation("torchao", "torchao AdamW8bit", "torchao"),
+    Implementation("shadow", "`ShadowAdamW8bit`", "shadow"),
+    Implementation("sharded", "`ShardedAdamW8bit`", "sharded"),
+]
+
+THRESHOLD = Case({"p": (63, 65), "q": (64, 64), "r": (17, 241)})
+ALIGNED = Case({"a": (6, 1024)})
+FLIP = Case({**dict.fromkeys("abcd", (48, 48)), "e": (64, 128)})
+STRADDLING = Case({"x": (3000,), "y": (96, 96), "z": (500,)})
+UNEVEN = Case({"x": (3000,), "y": (97, 99), "z": (500,)})
+MAIN = (UNEVEN, STRADDLING)  # torchao has 8-bit state only in the second, whose sizes are whole blocks
+SHIFTED = Case({"norm": (100,), "u": (8192,), "bias": (412,)})  # for torchao: 8-bit shards, moved blocks
+LARGE = Case(
+    {"u": (9001,), "v": (9013,), "w": (8705,)}
+)  # every shard on two ranks is 8-bit: only blocks move
+OVERRIDE = Case({"emb": (160, 64), "w": (100, 64)}, overrides={"emb*": {"optim_bits": 32}})
+TINY = Case({"a": (4097,), "b": (1,)})
+VECTORS = {
+    "FLIP": FLIP,
+    "ALIGNED": ALIGNED,
+    "THRESHOLD": THRESHOLD,
+    "STRADDLING": STRADDLING,
+    "UNEVEN": UNEVEN,
+    "LARGE": LARGE,
+    "OVERRIDE": OVERRIDE,
+    "TINY": TINY,
+    "SHIFTED": SHIFTED,
+}
+
+
+# ---- one run
+
+
+def make_optimizer(name: str, model: nn.Module, layouts: Mapping[Any, Any], case: Case) -> Any:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), weight_decay=1e-2, **case.hyper)
+    if name == "torchao":
+        logging.disable(logging.WARNING)  # of kernels for other devices that do not load
+        from torchao.optim import AdamW8bit
+
+        torch.compiler.set_stance("force_eager")  # the same arithmetic without minutes of compilation
+        return AdamW8bit(model.parameters(), **case.hyper)
+    if name == "native":
+        return bnb.optim.AdamW8bit(model.parameters(), min_8bit_size=case.min_8bit_size, **case.hyper)
+    twin = {"shadow": ShadowAdamW8bit, "sharded": ShardedAdamW8bit}[name]
+    return twin(model.named_parameters(), layouts=layouts, overrides=case.overrides, **case.hyper)
+
+
+def build(
+    case: Case, optimizer: str, wrapping: str | None, orig: bool = False, **options: Any
+) -> tuple[nn.Module, Any, Mapping[Any, Any]]:
+    """A wrapped model (unwrapped if `wrapping` is None), its optimizer and layouts, on this rank."""
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # FSDP1's, of strategies that are being deprecated
+    model: nn.Module = case.model()
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    asked = dict(model.named_parameters())
+    if wrapping is not None:
+        units = list(case.shapes) if wrapping == "fine" else []
+        model = wrap(model, units, use_orig_params=orig, **options)
+    if optimizer == "native":
+        for pattern, values in case.overrides.items():
+            for name, param in asked.items():
+                if name.startswith(pattern.rstrip("*")):
+                    manager.override_config(param, key_value_dict=dict(values))
+    if wrapping is None:
+        layouts = {param: whole_layout(name, param) for name, param in model.named_parameters()}
+    else:
+        layouts = read_layouts(model)
+    return model, make_optimizer(optimizer, model, layouts, case), layouts
+
+
+def whole_layout(name: str, param: Tensor) -> ShardLayout:
+    return ShardLayout((OriginalParam(name, tuple(param.shape)),), (0, param.numel()))
+
+
+@dataclass
+class Part:
+    """State of the elements `start..end` of one original parameter, as one rank keeps it."""
+
+    start: int
+    end: int
+    step: int
+    values: dict[str, Tensor]
+
+    @property
+    def precision(self) -> str:
+        return "8-bit" if self.values["state1"].dtype == torch.uint8 else "FP32"
+
+
+@dataclass
+class Seen:
+    """What one rank shows after its last step."""
+
+    params: dict[str, Tensor]
+    parts: dict[str, list[Part]]
+    padding: float
+    state_bytes: int
+    collectives: list[tuple[str, int]] = field(default_factory=list)
+
+
+def run(
+    case: Case, optimizer: str, wrapping: str | None, orig: bool = False, steps: int = 4, **options: Any
+) -> Seen:
+    """Train on this rank; what it shows afterwards."""
+    model, opt, layouts = build(case, optimizer, wrapping, orig, **options)
+    for step in range(1, steps + 1):
+        model(case.gradients(step)).backward()
+        entered = counting_collectives(opt.step)
+        opt.zero_grad()
+    return see(model, opt, layouts, entered)
+
+
+def hybrid_run(case: Case, optimizer: str, wrapping: str, orig: bool) -> Seen:
+    """Four ranks as two shard groups of two."""
+    me = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    groups = (pairs[me // 2], pairs[2 + me % 2])
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return run(case, optimizer, wrapping, orig, sharding_strategy=strategy, process_group=groups)
+
+
+def see(model: nn.Module, opt: Any, layouts: Mapping[Any, Any], entered: Any = ()) -> Seen:
+    named = {} if not hasattr(opt, "full_state_dict") else opt.full_state_dict()["state"]
+    parts: dict[str, list[Part]] = {}
+    padding = 0.0
+    for tensor, layout in layouts.items():
+        flat, covered = tensor.detach().flatten(), torch.zeros(tensor.numel(), dtype=torch.bool)
+        for segment in layout.segments:
+            fqn = layout.params[segment.index].fqn
+            covered[segment.shard_start : segment.shard_end] = True
+            if named:
+                kept, first = by_element(named.get(fqn, {})), segment.param_start
+            else:
+                kept, first = by_element(opt.state.get(tensor, {})), segment.shard_start
+            if kept:
+                last = first + segment.param_end - segment.param_start
+                values = {name: value[first:last].clone() for name, value in kept.items() if name != "step"}
+                step = int(kept["step"])
+                parts.setdefault(fqn, []).append(Part(segment.param_start, segment.param_end, step, values))
+        if not bool(covered.all()):
+            padding = max(padding, float(flat[~covered].abs().max()))
+    return Seen(full_parameters(model), parts, padding, state_bytes(opt), list(entered))
+
+
+def by_element(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """`step`, both moments (codes if 8-bit) and the scale of each element's block; empty without state."""
+    if not entry:
+        return {}
+    found: dict[str, Any] = {"step": entry["step"]}
+    for moment, torch_name in (("1", "exp_avg"), ("2", "exp_avg_sq")):
+        value = entry.get(f"state{moment}", entry.get(torch_name))
+        if hasattr(value, "codes"):  # torchao
+            value, scale = value.codes.flatten(), value.scale
+        else:
+            value, scale = value.flatten(), entry.get(f"absmax{moment}")
+        found[f"state{moment}"] = value
+        if value.dtype == torch.uint8:
+            found[f"scale{moment}"] = scale.repeat_interleave(BLOCK_SIZE)[: value.numel()]
+    return found
+
+
+def state_bytes(opt: Any) -> int:
+    """Bytes of this rank's state, without the code tables that all tensors share."""
+
+    def tensors(value: Any) -> Iterator[Tensor]:
+        if hasattr(value, "codes"):
+            yield from (value.codes, value.scale)
+        elif isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from chain.from_iterable(
+                tensors(v) for k, v in value.items() if not str(k).startswith("qmap")
+            )
+        elif isinstance(value, (list, tuple)):
+            yield from chain.from_iterable(map(tensors, value))
+
+    kept: Any = dict(opt.state)
+    if isinstance(opt, ShadowAdamW8bit):
+        kept = [opt.read_state(param, 0, param.numel) for param in opt.named_params()]
+    return sum(each.nbytes for each in tensors(kept) if each.numel() > 1)
+
+
+COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
+
+
+def counting_collectives(action: Callable[[], Any]) -> list[tuple[str, int]]:
+    """Call `action`; the collectives it entered, and how many elements this rank put in."""
+    entered: list[tuple[str, int]] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            entered.append((name, tensors[-1].numel() if tensors else 0))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, spy(name))
+    try:
+        action()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return entered
+
+
+# ---- comparing
+
+
+@dataclass
+class Whole:
+    """One original parameter, put together from all ranks."""
+
+    precisions: list[str]
+    steps: set[int]
+    values: dict[str, Tensor] | None
+
+    @classmethod
+    def of(cls, parts: list[Part]) -> Whole:
+        """From parts that tile it, in any order; replicas of one part count once."""
+        parts = sorted({each.start: each for each in reversed(parts)}.values(), key=lambda part: part.start)
+        assert parts[0].start == 0
+        assert all(one.end == two.start for one, two in pairwise(parts))
+        values = None
+        if len({part.precision for part in parts}) == 1:
+            values = {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values}
+        return cls([part.precision for part in parts], {part.step for part in parts}, values)
+
+
+def wholes(ranks: list[Seen]) -> dict[str, Whole]:
+    names = {name for seen in ranks for name in seen.parts}
+    return {name: Whole.of([p for seen in ranks for p in seen.parts.get(name, [])]) for name in sorted(names)}
+
+
+class Bench:
+    """Runs implementations, each run once."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        self.worlds = worlds
+        self._seen: dict[Any, list[Seen]] = {}
+
+    def __call__(self, it: Implementation, case: Case, ranks: int = 2, **change: Any) -> list[Seen]:
+        wrapping = change.pop("wrapping", it.wrapping)
+        orig = change.pop("orig", it.orig)
+        key = (id(case), it.optimizer, wrapping, orig, ranks, tuple(sorted(change.items(), key=str)))
+        if key not in self._seen:
+            self._seen[key] = self.worlds(ranks).run(run, case, it.optimizer, wrapping, orig, **change)
+        return self._seen[key]
+
+    def hybrid(self, it: Implementation, case: Case) -> list[Seen]:
+        return self.worlds(4).run(hybrid_run, case, it.optimizer, it.wrapping, it.orig)
+
+    def unwrapped(self, it: Implementation, case: Case) -> list[Seen]:
+        return self(replace(it, optimizer=it.reference), case, ranks=1, wrapping=None)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What differs, in words, and by how much."""
+
+    size: float
+    text: str
+
+
+def worst(problems: Iterable[Problem | None]) -> Problem | None:
+    return max(filter(None, problems), key=lambda each: each.size, default=None)
+
+
+def words(name: str, whole: Whole) -> str:
+    kinds = sorted(set(whole.precisions))
+    return f"{name.removesuffix('.weight')} {' and '.join(kinds)}"
+
+
+def precision_problem(found: list[Seen], expected: list[Seen]) -> str | None:
+    theirs = wholes(expected)
+    wrong = [
+        (name, whole)
+        for name, whole in wholes(found).items()
+        if set(whole.precisions) != set(theirs[name].precisions)
+    ]
+    if not wrong:
+        return None
+    return ", ".join(f"{words(n, w)} instead of {'/'.join(set(theirs[n].precisions))}" for n, w in wrong[:4])
+
+
+def update_problem(found: list[Seen], expected: list[Seen]) -> Problem | None:
+    largest = 0.0
+    for seen in found:
+        for name, value in expected[0].params.items():
+            if not torch.equal(seen.params[name], value):
+                difference = (seen.params[name] - value).abs().max()
+                largest = max(largest, float(difference))
+    return Problem(largest, f"parameters differ by up to {largest:.1e}") if largest else None
+
+
+def state_problem(
+    found: list[Seen], expected: list[Seen], where: Callable[[str, int], Tensor] | None = None
+) -> Problem | None:
+    """How many parameters' state differs; `where(name, numel)` picks the elements to look at."""
+    wrong, elements = [], 0
+    theirs = wholes(expected)
+    for name, whole in wholes(found).items():
+        other = theirs[name]
+        if whole.values is None or other.values is None or whole.values.keys() != other.values.keys():
+            wrong.append(name)
+            elements += sum(seen.params[name].numel() for seen in expected)
+            continue
+        differ = torch.zeros(next(iter(other.values.values())).numel(), dtype=torch.bool)
+        for key, value in other.values.items():
+            differ |= whole.values[key] != value
+        if where is not None:
+            differ &= where(name, differ.numel())
+        if bool(differ.any()) or whole.steps != other.steps:
+            wrong.append(name)
+            elements += int(differ.sum())
+    text = f"state of {elements:,} elements in {len(wrong)} of {len(theirs)} parameters differs"
+    return Problem(elements, text) if wrong else None
+
+
+def answer(problem: str | Problem | None, good: str = "") -> Result:
+    text = problem.text if isinstance(problem, Problem) else problem
+    return (FAILED, text) if text else (PASSED, good)
+
+
+# ---- the checks, one a rule
+
+Check = Callable[[Bench, Implementation], Result]
+CHECKS: dict[str, Check] = {}
+
+
+def rule(*ids: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        CHECKS.update(dict.fromkeys(ids, check))
+        return check
+
+    return register
+
+
+def for_8bit_state(check: Check) -> Check:
+    def guarded(bench: Bench, it: Implementation) -> Result:
+        return check(bench, it) if it.has_8bit_state else (UNSUPPORTED, "has no 8-bit state")
+
+    return guarded
+
+
+@rule("precision.original-size")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    problems = [precision_problem(bench(it, c), bench.unwrapped(it, c)) for c in (FLIP, ALIGNED)]
+    return answer("; ".join(filter(None, problems)), "2,304: FP32, 8,192 and 6,144: 8-bit")
+
+
+@rule("precision.strict-less")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    return answer(
+        precision_problem(bench(it, THRESHOLD), bench.unwrapped(it, THRESHOLD)),
+        "4,095: FP32, 4,096: 8-bit" if it.optimizer != "torchao" else "as torchao unwrapped",
+    )
+
+
+@rule("precision.same-on-every-rank")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    mixed = [words(n, w) for n, w in wholes(bench(it, STRADDLING)).items() if len(set(w.precisions)) > 1]
+    return answer(", ".join(mixed))
+
+
+@rule("override.by-name")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    if it.optimizer == "torchao":
+        return UNSUPPORTED, "has no overrides"
+    found = wholes(bench(it, OVERRIDE))["emb.weight"]
+    lost = set(found.precisions) != {"FP32"}
+    return answer(f"{words('emb', found)} although 32 bits were asked for" if lost else None, "emb FP32")
+
+
+def uncut(bounds: Any) -> Callable[[str, int], Tensor]:
+    """Elements of blocks that no rank bound cuts."""
+    return lambda name, numel: ~cut(bounds)(name, numel)
+
+
+def cut(bounds: Any) -> Callable[[str, int], Tensor]:
+    """Elements of blocks that a rank bound cuts; `bounds[name]` are positions in the parameter."""
+
+    def where(name: str, numel: int) -> Tensor:
+        chosen = torch.zeros(numel, dtype=torch.bool)
+        for bound in bounds[name]:
+            chosen[block_start(bound) : block_end(bound)] = True
+        return chosen
+
+    return where
+
+
+def tail(name: str, numel: int) -> Tensor:
+    """Elements of the short last block."""
+    return torch.arange(numel) >= block_start(numel)
+
+
+def bounds_inside(ranks: list[Seen]) -> dict[str, list[int]]:
+    return {
+        name: [part.start for seen in ranks for part in seen.parts.get(name, []) if part.start]
+        for name in ranks[0].params
+    }
+
+
+@rule("block.restart")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    case = SHIFTED if it.optimizer == "torchao" else LARGE
+    found = bench(it, case)
+    return answer(state_problem(found, bench.unwrapped(it, case), uncut(bounds_inside(found))))
+
+
+@rule("block.tail")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    if it.optimizer == "torchao":
+        return UNSUPPORTED, "has 8-bit state only where all blocks are whole"
+    return answer(state_problem(bench(it, LARGE), bench.unwrapped(it, LARGE), tail))
+
+
+@rule("block.cut-by-rank")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    case = SHIFTED if it.optimizer == "torchao" else LARGE
+    found = bench(it, case)
+    return answer(state_problem(found, bench.unwrapped(it, case), cut(bounds_inside(found))))
+
+
+@rule("padding.inert")
+def _(bench: Bench, it: Implementation) -> Result:
+    largest = max(seen.padding for case in (LARGE, TINY) for seen in bench(it, case))
+    return answer(f"padding has moved to {largest:.1e}" if largest else None)
+
+
+@rule("update.equals-unwrapped")
+def _(bench: Bench, it: Implementation) -> Result:
+    return answer(worst(update_problem(bench(it, case), bench.unwrapped(it, case)) for case in MAIN))
+
+
+@rule("state.equals-unwrapped")
+def _(bench: Bench, it: Implementation) -> Result:
+    return answer(worst(state_problem(bench(it, case), bench.unwrapped(it, case)) for case in MAIN))
+
+
+def invariant(bench: Bench, it: Implementation, runs: Mapping[str, Callable[[Case], list[Seen]]]) -> Result:
+    """`runs` by what is varied. The updates, and then the state, must be those of the unwrapped model."""
+    wrong: dict[str, list[str]] = {}
+    for name, of in runs.items():
+        pairs = [(of(case), bench.unwrapped(it, case)) for case in MAIN]
+        problem = worst(update_problem(*pair) for pair in pairs) or worst(state_problem(*p) for p in pairs)
+        if problem:
+            wrong.setdefault(problem.text, []).append(name)
+    problems = "; ".join(f"{', '.join(names)}: {problem}" for problem, names in wrong.items())
+    return answer(problems, ", ".join(runs))
+
+
+@rule("wrap.invariant")
+def _(bench: Bench, it: Implementation) -> Result:
+    return invariant(bench, it, {w: partial(bench, it, wrapping=w) for w in ("coarse", "fine")})
+
+
+@rule("world.invariant")
+def _(bench: Bench, it: Implementation) -> Result:
+    runs = {f"{n} rank{'s' * (n > 1)}": partial(bench, it, ranks=n) for n in (1, 2, 3, 4)}
+    return invariant(bench, it, runs)
+
+
+@rule("strategy.invariant")
+def _(bench: Bench, it: Implementation) -> Result:
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    runs = {s: partial(bench, it, sharding_strategy=ShardingStrategy[s]) for s in strategies}
+    return invariant(bench, it, {**runs, "HYBRID_SHARD": partial(bench.hybrid, it)})
+
+
+@rule("orig-params.invariant")
+def _(bench: Bench, it: Implementation) -> Result:
+    return invariant(bench, it, {str(orig): partial(bench, it, orig=orig) for orig in (False, True)})
+
+
+@rule("memory.sharded")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    """Allowed: 2 bytes an element and 8 a block touched, 8 bytes an FP32 element, two cut blocks a unit."""
+    ratio = 0.0
+    for case in (ALIGNED, UNEVEN):
+        numels = {f"{name}.weight": torch.Size(shape).numel() for name, shape in case.shapes.items()}
+        for seen in bench(it, case):
+            allowed = 2 * (2 * BLOCK_SIZE + 8) * (len(numels) if it.wrapping == "fine" else 1)
+            for name, parts in seen.parts.items():
+                held = sum(part.end - part.start for part in parts)
+                is_8bit = numels[name] >= case.min_8bit_size
+                allowed += held * 2 + 8 * (held // BLOCK_SIZE + 2) if is_8bit else held * 8
+            ratio = max(ratio, seen.state_bytes / allowed)
+    return answer(f"a rank keeps {ratio:.1f} times the bytes that are allowed" if ratio > 1 else None)
+
+
+@rule("traffic.edges-only")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    sides = 2 * (3 if it.wrapping == "fine" else 1)
+    most = max((sum(n for _, n in seen.collectives), len(seen.collectives)) for seen in bench(it, UNEVEN))
+    if not most[1]:
+        return PASSED, "sends nothing"
+    sent = f"a rank puts {most[0]:,} elements into {most[1]} collective{'s' * (most[1] > 1)}"
+    return answer(None if most[0] <= sides * BLOCK_SIZE and most[1] == 1 else sent, sent)
+
+
+@rule("collective.unconditional")
+def _(bench: Bench, it: Implementation) -> Result:
+    """Of four ranks, three hold none of `b` and, with the original parameters, have no gradient of it."""
+    counts = [
+        [len(seen.collectives) for seen in bench(it, TINY, ranks=4, orig=orig, wrapping="fine")]
+        for orig in (False, True)
+    ]
+    differ = [each for each in counts if len(set(each)) > 1]
+    return answer(
+        f"collectives entered by rank: {differ}" if differ else None,
+        "enters none" if not counts[0][0] else "every rank enters as many",
+    )
+
+
+@rule("control.fp32")
+def _(bench: Bench, it: Implementation) -> Result:
+    if it.optimizer != "adamw":
+        return UNSUPPORTED, "is not the control"
+    runs = [bench(it, case, wrapping=w) for case in (FLIP, UNEVEN) for w in ("fine", "coarse")]
+    expected = [bench.unwrapped(it, case) for case in (FLIP, UNEVEN) for _ in range(2)]
+    problems = [update_problem(*pair) or state_problem(*pair) for pair in zip(runs, expected, strict=True)]
+    return answer(next(filter(None, problems), None), "zero difference")
+
+
+# ---- checkpoints
+
+
+def attempt(action: Callable[[], Any]) -> str | None:
+    """The error in one line, or None."""
+    try:
+        action()
+    except Exception as error:
+        first = " ".join(str(error).split())
+        return (
+            f"{type(error).__name__}: {first[:57].rpartition(' ')[0]} ..."
+            if len(first) > 60
+            else f"{type(error).__name__}: {first}"
+        )
+    return None
+
+
+def trained(case: Case, it: Implementation, steps: int, **options: Any) -> tuple[nn.Module, Any, Any]:
+    model, opt, layouts = build(case, it.optimizer, options.pop("wrapping", it.wrapping), it.orig, **options)
+    train(case, model, opt, 1, steps)
+    return model, opt, layouts
+
+
+def train(case: Case, model: nn.Module, opt: Any, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        model(case.gradients(step)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def case_of(it: Implementation) -> Case:
+    """A model of which the wrapped optimizer has 8-bit state."""
+    return SHIFTED if it.optimizer == "torchao" else UNEVEN
+
+
+NAMES_OF_MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+
+
+def saved_by_name(it: Implementation, folder: Path) -> Any:
+    """What is saved under the original names after two steps, or the error."""
+    model, opt, _ = trained(case_of(it), it, 2)
+    if it.is_ours:
+        return opt.full_state_dict()["state"]
+    error = attempt(lambda: save_fsdp(model, opt, folder))
+    if error:
+        return error
+    dist.barrier()
+    saved = torch.load(folder / "optimizer.pt", weights_only=False)["state"]
+    return {
+        name: {
+            NAMES_OF_MOMENTS.get(key, key): value
+            for key, value in {**entry, **entry.get("__bnb_optimizer_quant_state__", {})}.items()
+        }
+        for name, entry in saved.items()
+    }
+
+
+@rule("checkpoint.by-name")
+def _(bench: Bench, it: Implementation) -> Result:
+    """What is saved is, name by name, what this very run holds: whole, and with its codes."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = bench.worlds(2).run(saved_by_name, it, Path(folder))[0]
+    if isinstance(saved, str):
+        return FAILED, f"saving raises {saved}"
+    held = bench(it, case_of(it), steps=2)
+    for name, whole in wholes(held).items():
+        shape, entry = held[0].params[name].shape, saved[name]
+        for moment in ("state1", "state2"):
+            if entry[moment].shape != shape:
+                return (
+                    FAILED,
+                    f"{name} of {tuple(shape)} is saved as {moment} of {tuple(entry[moment].shape)}",
+                )
+        for key, value in (whole.values or {}).items():
+            if key not in (kept := by_element(entry)):
+                return FAILED, f"{name} is saved dequantized"
+            if not torch.equal(kept[key], value):
+                return FAILED, f"{key} of {name} is not what was saved"
+    return PASSED, ""
+
+
+def save_for_others(it: Implementation, folder: Path) -> str | None:
+    model, opt, _ = trained(case_of(it), it, 2)
+    values = full_parameters(model)
+    if dist.get_rank() == 0:
+        torch.save(values, folder / "model.pt")
+    if it.is_ours:
+        return attempt(lambda: save_sharded(opt, folder / "state"))
+    return attempt(lambda: save_fsdp(model, opt, folder))
+
+
+def load_from_others(it: Implementation, folder: Path) -> Any:
+    """On other ranks, in another wrapping: load and train to the end."""
+    model, opt, layouts = build(case_of(it), it.optimizer, "fine", it.orig)
+    with FSDP.summon_full_params(model):
+        values = torch.load(folder / "model.pt")
+        for name, param in model.named_parameters():
+            param.data.copy_(values[name.replace("_fsdp_wrapped_module.", "")])
+
+    def load() -> None:
+        if it.is_ours:
+            load_sharded(opt, folder / "state")
+            return
+        found = torch.load(folder / "optimizer.pt", weights_only=False)
+        opt.load_state_dict(FSDP.optim_state_dict_to_load(model, opt, found))
+
+    def resume() -> None:
+        train(case_of(it), model, opt, 3, 4)
+
+    error = attempt(load)
+    if error:
+        return f"loading raises {error}"
+    error = attempt(resume)
+    return f"the first step after loading raises {error}" if error else see(model, opt, layouts)
+
+
+@rule("checkpoint.reshard")
+def _(bench: Bench, it: Implementation) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        error = next(filter(None, bench.worlds(2).run(save_for_others, it, Path(folder))), None)
+        if error:
+            return FAILED, f"saving raises {error}"
+        found = bench.worlds(3).run(load_from_others, it, Path(folder))
+    if isinstance(found[0], str):
+        return FAILED, found[0]
+    expected = bench.unwrapped(it, case_of(it))
+    return answer(update_problem(found, expected) or state_problem(found, expected), "2 ranks to 3")
+
+
+def through_stock(it: Implementation) -> Any:
+    """Train, take the state through `get_/set_optimizer_state_dict` into a new optimizer, train on."""
+    model, opt, _ = trained(case_of(it), it, 2)
+    copy, other, layouts = build(case_of(it), it.optimizer, it.wrapping, it.orig)
+    for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    found: dict[str, Any] = {}
+    error = attempt(lambda: found.update(get_optimizer_state_dict(model, opt)))
+    if error:
+        return f"get_optimizer_state_dict raises {error}"
+    error = attempt(lambda: set_optimizer_state_dict(copy, other, found))
+    if error:
+        return f"set_optimizer_state_dict raises {error}"
+    error = attempt(lambda: train(case_of(it), copy, other, 3, 4))
+    return f"the first step after it raises {error}" if error else see(copy, other, layouts)
+
+
+@rule("checkpoint.stock-apis")
+def _(bench: Bench, it: Implementation) -> Result:
+    found = bench.worlds(2).run(through_stock, it)
+    errors = [each for each in found if isinstance(each, str)]
+    if errors:
+        return FAILED, errors[0]
+    expected = bench(it, case_of(it))  # what the same wrapping gives without the interruption
+    return answer(update_problem(found, expected) or state_problem(found, expected))
+
+
+def into_native(it: Implementation) -> Any:
+    """The state of a wrapped run, after two steps, into bitsandbytes' optimizer on the unwrapped model."""
+    model, opt, _ = trained(case_of(it), it, 2)
+    values = full_parameters(model)
+    full = opt.full_state_dict() if it.is_ours else None
+    plain, native, layouts = build(case_of(it), "native", None)
+    for name, param in plain.named_parameters():
+        param.data.copy_(values[name])
+    state = to_bitsandbytes(full, list(values)) if full else opt.state_dict()
+    error = attempt(lambda: native.load_state_dict(state))
+    if error:
+        return f"loading raises {error}"
+    error = attempt(lambda: train(case_of(it), plain, native, 3, 4))
+    return f"the first step after loading raises {error}" if error else see(plain, native, layouts)
+
+
+@rule("checkpoint.interchange")
+@for_8bit_state
+def _(bench: Bench, it: Implementation) -> Result:
+    if it.optimizer == "torchao":
+        return UNSUPPORTED, "another state format"
+    found = bench.worlds(2).run(into_native, it)
+    if isinstance(found[0], str):
+        return FAILED, found[0]
+    expected = bench.unwrapped(it, case_of(it))
+    return answer(update_problem(found[:1], expected) or state_problem(found[:1], expected))
+
+
+# ---- refusals: an error, on every rank, before anything changed
+
+
+def refusal(it: Implementation, prepare: str) -> str | None:
+    """None if the situation is refused on this rank and nothing has changed; else what happens."""
+    try:
+        model, _, step = SITUATIONS[prepare](it)
+    except (ValueError, TypeError) as error:  # at construction: nothing is there to be changed
+        return None if str(error) else "an error without a message"
+    before = [param.detach().clone() for param in model.parameters()]
+    error = attempt(step)
+    after = [param.detach() for param in model.parameters()]
+    changed = not all(torch.equal(one, two) for one, two in zip(local(before), local(after), strict=True))
+    if error is None:
+        return "is not refused"
+    return f"raises {error}, after parameters have changed" if changed else None
+
+
+def local(tensors: list[Any]) -> list[Tensor]:
+    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+
+
+def low_precision_gradient(it: Implementation) -> Any:
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model, opt, _ = build(UNEVEN, it.optimizer, it.wrapping, it.orig, mixed_precision=mixed)
+    model(UNEVEN.gradients(1, torch.bfloat16)).backward()
+    return model, opt, opt.step
+
+
+def gradient_in_no_sync(it: Implementation) -> Any:
+    model, opt, _ = build(UNEVEN, it.optimizer, it.wrapping, it.orig)
+    with model.no_sync():
+        model(UNEVEN.gradients(1)).backward()
+    return model, opt, opt.step
+
+
+def sparse_gradient(it: Implementation) -> Any:
+    model = nn.Embedding(100, 50, sparse=True)
+    opt = make_optimizer(it.optimizer, model, {}, UNEVEN)
+    model(torch.tensor([1, 2])).sum().backward()
+    return model, opt, opt.step
+
+
+def gradient_missing_on_one_rank(it: Implementation) -> Any:
+    model, opt, _ = build(UNEVEN, it.optimizer, it.wrapping, it.orig)
+    model(UNEVEN.gradients(1)).backward()
+    if dist.get_rank() == 1:
+        for param in model.parameters():
+            param.grad = None
+    return model, opt, opt.step
+
+
+def channels_last(it: Implementation) -> Any:
+    model = wrap(nn.Conv2d(8, 64, 3).to(memory_format=torch.channels_last), use_orig_params=it.orig)
+    opt = make_optimizer(it.optimizer, model, read_layouts(model) if it.is_ours else {}, UNEVEN)
+    model(torch.ones(1, 8, 8, 8)).sum().backward()
+    return model, opt, opt.step
+
+
+def dtensor(it: Implementation) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = Model({"a": (64, 128)})
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    opt = make_optimizer(it.optimizer, model, {}, UNEVEN)
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    return model, opt, opt.step
+
+
+def without_metadata(it: Implementation) -> Any:
+    model = wrap(UNEVEN.model(), use_orig_params=it.orig)
+    opt = make_optimizer(it.optimizer, model, {}, UNEVEN)
+    return model, opt, lambda: None
+
+
+def foreign_layout(it: Implementation) -> Any:
+    model = wrap(UNEVEN.model(), use_orig_params=it.orig)
+    other = wrap(ALIGNED.model(), use_orig_params=it.orig)
+    layouts = dict(zip(model.parameters(), read_layouts(other).values(), strict=False))
+    return model, make_optimizer(it.optimizer, model, layouts, UNEVEN), lambda: None
+
+
+def unmatched_override(it: Implementation) -> Any:
+    case = replace(UNEVEN, overrides={"nothing.*": {"lr": 0.0}})
+    model, opt, _ = build(case, it.optimizer, it.wrapping, it.orig)
+    return model, opt, lambda: None
+
+
+def nonsensical_lr(it: Implementation) -> Any:
+    case = replace(UNEVEN, hyper={"lr": -1.0})
+    model, opt, _ = build(case, it.optimizer, it.wrapping, it.orig)
+    return model, opt, lambda: None
+
+
+def amsgrad(it: Implementation) -> Any:
+    case = replace(UNEVEN, hyper={"lr": 1e-3, "amsgrad": True})
+    model, opt, _ = build(case, it.optimizer, it.wrapping, it.orig)
+    return model, opt, lambda: None
+
+
+def state_of_another_shape(it: Implementation) -> Any:
+    """State saved for a model of which one parameter has another size."""
+    other = Case({**UNEVEN.shapes, "y": (96, 128)})
+    model, opt, _ = build(UNEVEN, it.optimizer, it.wrapping, it.orig)
+    _, source, _ = trained(other, it, 1)
+    if it.is_ours:
+        full = source.full_state_dict()
+        return model, opt, lambda: opt.load_full_state_dict(full)
+    return model, opt, lambda: opt.load_state_dict(source.state_dict())
+
+
+SITUATIONS: dict[str, Callable[[Implementation], Any]] = {
+    "refuse.gradient-dtype": low_precision_gradient,
+    "refuse.unsharded-gradient": gradient_in_no_sync,
+    "refuse.sparse-gradient": sparse_gradient,
+    "refuse.missing-gradient": gradient_missing_on_one_rank,
+    "refuse.memory-order": channels_last,
+    "refuse.dtensor": dtensor,
+    "refuse.no-metadata": without_metadata,
+    "refuse.layout": foreign_layout,
+    "refuse.override": unmatched_override,
+    "refuse.hyperparameter": nonsensical_lr,
+    "refuse.amsgrad": amsgrad,
+    "refuse.checkpoint": state_of_another_shape,
+}
+OURS_ALONE = {"refuse.no-metadata": "takes no metadata", "refuse.layout": "takes no layouts"}
+
+
+def check_refusal(rule_id: str) -> Check:
+    def check(bench: Bench, it: Implementation) -> Result:
+        if not it.is_ours and rule_id in OURS_ALONE:
+            return UNSUPPORTED, OURS_ALONE[rule_id]
+        if not it.is_ours and rule_id == "refuse.override":
+            return UNSUPPORTED, "has no overrides by name"
+        if it.optimizer in ("adamw", "torchao") and rule_id == "refuse.dtensor":
+            return UNSUPPORTED, "takes DTensors"
+        if it.optimizer in ("adamw", "torchao") and rule_id == "refuse.amsgrad":
+            return UNSUPPORTED, "has amsgrad"
+        if it.optimizer == "adamw" and rule_id in ("refuse.memory-order", "refuse.missing-gradient"):
+            return UNSUPPORTED, "has no blocks"
+        found = bench.worlds(2).run(refusal, it, rule_id)
+        return answer(next(filter(None, found), None))
+
+    return check
+
+
+CHECKS.update({rule_id: check_refusal(rule_id) for rule_id in SITUATIONS})
