@@ -196,7 +196,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "bitsandbytes": bnb.__version__,
         "python": platform.python_version(),
-        "os": platform.platform(),
+        "os": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": dist.get_backend(),
