@@ -288,7 +288,7 @@ def render(result: Mapping[str, Any]) -> str:
         if is_as_expected(result)
         else "NOT AS EXPECTED: see the figures above.",
     ]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _word(dtype: str) -> str:
