@@ -21,7 +21,17 @@ from ..layout import BLOCK_SIZE, ShardLayout
 LETTERS = ascii_lowercase + ascii_uppercase
 PADDING = "."
 LINE = 80
-COLOURS = ("#2f5d9b", "#b3541e", "#2e7d46", "#a8323e", "#62509c", "#6b5340", "#a04585", "#5f5f5f")  # white on each: WCAG AA
+# white on each: WCAG AA
+COLOURS = (
+    "#2f5d9b",
+    "#b3541e",
+    "#2e7d46",
+    "#a8323e",
+    "#62509c",
+    "#6b5340",
+    "#a04585",
+    "#5f5f5f",
+)
 
 
 def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: int = BLOCK_SIZE) -> str:
