@@ -17,7 +17,9 @@ PLACE = re.compile(r"\{\{ *(?P<file>[\w-]+)\.(?P<path>[^:}]+?)(?::(?P<format>[^}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in the places of a page."""
+    """Fill in the places of a page that is written by hand."""
+    if page.file.generated_by:
+        return markdown
     return PLACE.sub(lambda found: figure(page.file.src_uri, found), markdown)
 
 
