@@ -19,7 +19,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-from against_native import Case
+from against_native import Case, graded
 from routes import save_fsdp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -75,12 +75,12 @@ THRESHOLD = Case({"p": (63, 65), "q": (64, 64), "r": (17, 241)})
 ALIGNED = Case({"a": (6, 1024)})
 FLIP = Case({**dict.fromkeys("abcd", (48, 48)), "e": (64, 128)})
 STRADDLING = Case({"x": (3000,), "y": (96, 96), "z": (500,)})
-UNEVEN = Case({"x": (3000,), "y": (97, 99), "z": (500,)})
+UNEVEN = Case({"x": (3000,), "y": (97, 99), "z": (500,)}, change_gradients=graded)
 MAIN = (UNEVEN, STRADDLING)  # torchao has 8-bit state only in the second, whose sizes are whole blocks
-SHIFTED = Case({"norm": (100,), "u": (8192,), "bias": (412,)})  # for torchao: 8-bit shards, moved blocks
-LARGE = Case(
-    {"u": (9001,), "v": (9013,), "w": (8705,)}
-)  # every shard on two ranks is 8-bit: only blocks move
+# for torchao: 8-bit shards, moved blocks
+SHIFTED = Case({"norm": (100,), "u": (8192,), "bias": (412,)}, change_gradients=graded)
+# every shard on two ranks is 8-bit: only blocks move
+LARGE = Case({"u": (9001,), "v": (9013,), "w": (8705,)}, change_gradients=graded)
 OVERRIDE = Case({"emb": (160, 64), "w": (100, 64)}, overrides={"emb*": {"optim_bits": 32}})
 TINY = Case({"a": (4097,), "b": (1,)})
 VECTORS = {

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 import rules
-from conformance import CHECKS, FAILED, IMPLEMENTATIONS, PASSED, UNSUPPORTED, VECTORS, Bench, Implementation
+from conformance import (
+    CHECKS,
+    FAILED,
+    IMPLEMENTATIONS,
+    PASSED,
+    UNSUPPORTED,
+    VECTORS,
+    Bench,
+    Implementation,
+    graded,
+)
 
 from refimpl.tools.world import World
 
@@ -118,10 +128,11 @@ def write(found: dict[str, Any]) -> None:
 
 def vectors() -> str:
     """The test vectors as a table."""
-    lines = ["| vector | parameters, in order |", "|---|---|"]
+    lines = ["| vector | parameters, in order | gradients |", "|---|---|---|"]
     for name, case in VECTORS.items():
         shapes = "; ".join(f"`{param}` {tuple(shape)}" for param, shape in case.shapes.items())
-        lines.append(f"| `{name}` | {shapes} |")
+        kind = "another scale every 100 elements" if case.change_gradients is graded else "of one scale"
+        lines.append(f"| `{name}` | {shapes} | {kind} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from against_native import TWINS, WRAPPINGS, Case, check, differences, native_run, wrapped_run
+from against_native import TWINS, WRAPPINGS, Case, check, differences, graded, native_run, wrapped_run
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -60,6 +60,9 @@ CASES = {
     ),
     "all 8-bit, odd sizes": Case(
         {"a": (257,), "b": (1,), "c": (511,), "d": (256,), "e": (77, 13)}, min_8bit_size=1
+    ),
+    "blocks of different scales": Case(
+        {"x": (3000,), "y": (97, 99), "z": (5001,), "w": (70,)}, change_gradients=graded
     ),
     "all FP32": Case({"a": (257,), "b": (1,), "c": (77, 13)}),
 }

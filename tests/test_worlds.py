@@ -9,6 +9,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from against_native import grade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class PlayedRank:
 
     def backward(self, step: int) -> None:
         for tensor, layout in self.layouts.items():
-            whole = flat(layout, lambda shape: gradient(shape, 0, step), padding=0.0)
+            whole = flat(layout, lambda shape: grade(gradient(shape, 0, step)), padding=0.0)
             shard = whole[layout.bounds[layout.rank] : layout.bounds[layout.rank + 1]]
             tensor.grad = shard.to(tensor.device, tensor.dtype, copy=True)
 
@@ -95,7 +96,7 @@ def native(
     optimizer = bnb.optim.AdamW8bit(params.values(), min_8bit_size=min_8bit_size)
     for step in range(1, steps + 1):
         for param in params.values():
-            param.grad = gradient(param.shape, 0, step).to(device, dtype)
+            param.grad = grade(gradient(param.shape, 0, step)).to(device, dtype)
         optimizer.step()
     return {name: {"value": param.detach(), **optimizer.state[param]} for name, param in params.items()}
 
