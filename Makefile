@@ -1,6 +1,7 @@
 # make reproduce     show the fault of bitsandbytes #2080 and its repair, on this machine
 # make test          lint, types, all tests, and the notebooks against their stored outputs
 # make docs          build the site into site/, with every link checked
+# make links         list the links that leave the site anew
 # make lab           open the notebooks in JupyterLab
 # make notebooks     run the notebooks and store what they show
 # make conformance   run the conformance matrix and store it for the site
@@ -19,7 +20,7 @@ JSON ?=
 export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup setup-all reproduce test lint docs lab notebooks conformance bench gpu clean
+.PHONY: setup setup-all reproduce test lint docs links lab notebooks conformance bench gpu clean
 
 reproduce: setup
 	@$(RUN) -m refimpl reproduce --ranks $(RANKS) $(if $(JSON),--json $(JSON))
@@ -35,6 +36,9 @@ lint: setup-all
 
 docs: setup-all
 	$(RUN) -m mkdocs build --strict
+
+links: setup-all
+	$(RUN) docs/hooks/external_links.py --write
 
 lab: setup-all
 	$(RUN) -m jupyter lab notebooks
