@@ -27,28 +27,29 @@ def threshold() -> str:
     found = json.loads((DATA / "reproduce.json").read_text(encoding="utf-8"))
     limit, states = found["layouts"]["min_8bit_size"], found["implementations"]["native"]["states"]
     rows = []
-    for wrapping, label in (("fine", "a unit of its own"), ("coarse", "one unit for all four")):
+    for wrapping in ("fine", "coarse"):
         for unit in found["layouts"][wrapping]:
             names = [fqn.split(".")[1] for fqn in unit["params"] if fqn.startswith("small.")]
             if names:
                 state = "8-bit" if states[wrapping][unit["params"][0]] == "uint8" else "FP32"
-                rows.append((f"{'+'.join(names)}: {label}", unit["local_numel"], state))
+                label = f"{names[0]} alone" if len(names) == 1 else f"{', '.join(names)} together"
+                rows.append((label, unit["local_numel"], state))
     shapes = []
     for row, (label, numel, state) in enumerate(rows):
-        y, length = 34 + 30 * row, 330 * numel / limit
+        y, length = 24 + 24 * row, 210 * numel / limit
         colour = ORANGE if state == "8-bit" else BLUE
         shapes += [
-            f'<text x="205" y="{y + 15}" text-anchor="end">{label}</text>',
-            f'<rect x="215" y="{y}" width="{length:.1f}" height="20" fill="{colour}"/>',
-            f'<text x="{223 + length:.1f}" y="{y + 15}">{numel:,} local elements: {state} state</text>',
+            f'<text x="124" y="{y + 14}" text-anchor="end">{label}</text>',
+            f'<rect x="132" y="{y}" width="{length:.1f}" height="18" fill="{colour}"/>',
+            f'<text x="{138 + length:.1f}" y="{y + 14}">{numel:,}: {state} state</text>',
         ]
-    height = 44 + 30 * len(rows)
+    height = 30 + 24 * len(rows)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {height}" role="img"'
-        ' font-family="sans-serif" font-size="13"><title>What AdamW8bit is handed, against its threshold'
-        f'</title><rect width="780" height="{height}" fill="#fff"/>'
-        f'<path d="M545 24V{height - 6}" stroke="#333" stroke-dasharray="4 3"/>'
-        f'<text x="545" y="16" text-anchor="middle">min_8bit_size = {limit:,}</text>{"".join(shapes)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 470 {height}" role="img"'
+        ' font-family="sans-serif" font-size="13"><title>Local elements that AdamW8bit is handed, against its'
+        f' threshold</title><rect width="470" height="{height}" fill="#fff"/>'
+        f'<path d="M342 18V{height - 4}" stroke="#333" stroke-dasharray="4 3"/>'
+        f'<text x="342" y="13" text-anchor="middle">min_8bit_size = {limit:,}</text>{"".join(shapes)}</svg>\n'
     )
 
 
