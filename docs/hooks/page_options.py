@@ -7,6 +7,7 @@ from typing import Any
 OPTIONS: dict[str, dict[str, Any]] = {
     "contract.md": {"search": {"boost": 4}},  # the id of a rule finds the rule first, then who mentions it
     "index.md": {"hide": ["navigation", "toc"]},  # one screen
+    "affected.md": {"hide": ["toc"]},  # the room is for the table
     "conformance.md": {"hide": ["toc"]},  # the room is for the table
 }
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import rules  # noqa: E402
 
 PLACE = "<!-- tests -->"
-ALSO_SHOWN = ("tests/conformance.py", "tests/against_native.py", "tests/routes.py")
+ALSO_SHOWN = ("tests/against_native.py", "tests/conformance.py", "tests/routes.py", "tests/test_audit.py")
 
 
 def on_files(files: Files, config: Any) -> Files:
