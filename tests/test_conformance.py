@@ -131,7 +131,7 @@ def vectors() -> str:
     lines = ["| vector | parameters, in order | gradients |", "|---|---|---|"]
     for name, case in VECTORS.items():
         shapes = "; ".join(f"`{param}` {tuple(shape)}" for param, shape in case.shapes.items())
-        kind = "another scale every 100 elements" if case.change_gradients is graded else "of one scale"
+        kind = "another scale every 100 elements" if case.change_gradients is graded else "one scale"
         lines.append(f"| `{name}` | {shapes} | {kind} |")
     return "\n".join(lines) + "\n"
 
@@ -151,9 +151,7 @@ def matrix(record: dict[str, Any]) -> str:
     for rule_id, by_key in record["results"].items():
         words = " | ".join(WORDS[by_key[key][0]] for key in KEYS)
         lines.append(f"| [`{rule_id}`](contract.md#{rule_id}) | {words} |")
-    counts = [[by_key[key][0] for by_key in record["results"].values()] for key in KEYS]
-    totals = " | ".join(f"{each.count(PASSED)} of {len(each) - each.count(UNSUPPORTED)}" for each in counts)
-    lines += [f"| rules met | {totals} |", "", "## What failed, and by how much", ""]
+    lines += ["", "## What failed, and by how much", ""]
     lines += ["| rule | implementation | measured | because |", "|---|---|---|---|"]
     for rule_id, by_key in record["results"].items():
         rows: dict[str, list[str]] = {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from against_native import Case
+from conformance import counting_collectives
 from test_worlds import PlayedRank
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,10 +23,6 @@ from refimpl.tools.fixture import wrap
 from refimpl.tools.world import World
 
 GetWorld = Callable[[int], World]
-COLLECTIVES = [
-    "all_to_all_single", "all_to_all", "all_reduce", "all_gather", "all_gather_into_tensor",
-    "all_gather_object", "broadcast", "reduce_scatter", "reduce_scatter_tensor", "barrier", "send", "recv",
-]  # fmt: skip
 
 
 def count_collectives(case: Case, units: list[str], orig: bool, groups: bool = False) -> dict[str, Any]:
@@ -34,21 +31,7 @@ def count_collectives(case: Case, units: list[str], orig: bool, groups: bool = F
     model = wrap(case.model(), units, use_orig_params=orig, process_group=pair)
     optimizer = ShardedAdamW8bit(model.parameters(), layouts=read_layouts(model))
     model(case.gradients(1)).backward()
-    entered = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, original in originals.items():
-
-        def spy(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
-            sent = args[1].numel() if name == "all_to_all_single" else -1
-            entered.append((name, sent))
-            return original(*args, **kwargs)
-
-        setattr(dist, name, spy)
-    try:
-        optimizer.step()
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    entered = counting_collectives(optimizer.step)
     cuts = sum(
         len(params[0].layout.cut_blocks_of(params[0].layout.rank))
         for params in optimizer.params_by_tensor().values()

@@ -52,6 +52,9 @@ def _check_facts(result: dict[str, object], ranks: int) -> None:
     assert native["max_abs_update_difference"] > 1e-5
     assert set(implementations["adamw_fp32"]["states"]["coarse"].values()) == {"float32"}
     assert set(implementations) >= {"adamw_fp32", "shadow"}
+    published = result["max_abs_update_difference_with_published_values"]
+    assert f"{published.pop('native'):.2e}" == "6.15e-05" or ranks != 2  # the figure of #2081
+    assert set(published.values()) == {0.0}
     for each in implementations.values():
         comparisons = [each, each["against_unwrapped"]["fine"], each["against_unwrapped"]["coarse"]]
         for comparison in comparisons:
@@ -71,7 +74,11 @@ def _result(**changes: dict[str, object]) -> dict[str, object]:
     implementations = {"native": native, "adamw_fp32": exact, "shadow": exact}
     for name, change in changes.items():
         implementations[name] = {**implementations[name], **change}
-    return {"implementations": implementations}
+    published = {"native": 1e-4, "adamw_fp32": 0.0, "shadow": 0.0}
+    return {
+        "implementations": implementations,
+        "max_abs_update_difference_with_published_values": published,
+    }
 
 
 def test_only_the_fault_with_exact_repairs_is_as_expected() -> None:
@@ -83,6 +90,11 @@ def test_only_the_fault_with_exact_repairs_is_as_expected() -> None:
     assert reproduce.is_as_expected(_result())
     assert not reproduce.is_as_expected(_result(native={"state_precision_equal": True}))
     assert not reproduce.is_as_expected(_result(native={"max_abs_update_difference": 0.0}))
+    for key in ("native", "shadow"):
+        result = _result()
+        published = result["max_abs_update_difference_with_published_values"]
+        published[key] = 1e-4 - published[key]
+        assert not reproduce.is_as_expected(result)
     assert not reproduce.is_as_expected(_result(adamw_fp32={"max_abs_update_difference": 1e-9}))
     assert not reproduce.is_as_expected(
         _result(shadow={"against_unwrapped": {"fine": unequal, "coarse": unequal}})
