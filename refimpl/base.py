@@ -298,7 +298,7 @@ class OriginalParamAdamW8bit(torch.optim.Optimizer):
         """As if `tensors` had never been updated.
 
         Steps are there all the same. It keeps torch.distributed.checkpoint, which looks for any state at
-        all, from making a dummy step of its own (PyTorch #139575).
+        all, from making a dummy step of its own (`_init_optim_state` in its state_dict.py).
         """
         for tensor in tensors:
             self.state[tensor] = {"steps": [0] * len(self._settings[tensor].params)}

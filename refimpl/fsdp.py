@@ -1,9 +1,9 @@
 """Wrapped FSDP1 model -> layouts. The only file that reads private attributes of FSDP.
 
 FSDP1 offers no supported way to ask which part of which original parameter a rank holds
-(bitsandbytes #2081 names that as missing; PyTorch #109581 asks for it). Everything needed
+(bitsandbytes #2081 names that as missing; PyTorch #136314 asks for it). Everything needed
 is on the flat parameter all the same, right after wrapping and without communication.
-The names read here were the same in torch 2.6 to 2.14.1; what they say is checked against
+The names read here were the same in torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1; what they say is checked against
 each other, so that a release which changes them is refused instead of misread.
 """
 
@@ -206,5 +206,5 @@ def _memory_order_error(fqn: str, shape: tuple[int, ...], stride: tuple[int, ...
 def _unexpected(what: str) -> RuntimeError:
     return RuntimeError(
         f"FSDP1's metadata in torch {torch.__version__} is not as expected: {what}"
-        " (the names read here are known to hold for torch 2.6 to 2.14)"
+        " (the names read here are known to hold for torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1)"
     )

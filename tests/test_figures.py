@@ -53,6 +53,14 @@ def test_the_best_and_worst_of_the_benchmarks_are_those_that_the_pages_pick() ->
     least, most = re.findall(
         r"bench-cpu\.results\.(\d+)\.shadow / sharded", (ROOT / "docs/how-it-works.md").read_text()
     )
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    adamw = [each["sharded / adamw"]["median"] for each in results]
+    one, two = re.findall(r"bench-cpu\.results\.(\d+)\.sharded / adamw", text)
+    assert [adamw[int(one)], adamw[int(two)]] == [min(adamw), max(adamw)]
+    text = (ROOT / "docs/for-upstream.md").read_text()
+    bare = [each["sharded / bare"]["median"] for each in results]
+    one, two = re.findall(r"bench-cpu\.results\.(\d+)\.sharded / bare", text)
+    assert [bare[int(one)], bare[int(two)]] == [min(bare), max(bare)]
     assert f"{shadow[int(least)]:.1f}" == f"{min(shadow):.1f}"
     assert f"{shadow[int(most)]:.1f}" == f"{max(shadow):.1f}"
 
@@ -76,7 +84,8 @@ def test_the_numbers_of_the_examples_follow_from_the_vectors() -> None:
         f"{large:,} - {large // 256} x 256 = {large % 256} elements",
         f"`y` has {y:,} elements, the bound falls at {bound:,}, {bound % 256} elements into a block",
         f"FP32 state of {half:,} elements, {8 * half:,} bytes,",
-        f"where 8-bit state takes {2 * half + 8 * (half // 256):,}",
+        f"where 8-bit state takes {2 * half + 8 * (half // 256):,};",
+        f"two cut blocks of slack would add {2 * (2 * 256 + 8):,}",
         f"`x` ({x:,} elements) is saved as this rank's whole shard of {coarse:,} elements",
     ]
     contract = " ".join((ROOT / "docs/contract.md").read_text().split())

@@ -2,6 +2,7 @@
 
 The first word is a file `docs/data/WORD.json`, the rest a path into it (keys, or positions in a
 list), and what follows a colon a Python format. A path that is not there fails the build.
+`{{ lines refimpl/layout.py refimpl/fsdp.py }}` is how many lines these files have.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parents[1] / "data"
+LINES = re.compile(r"\{\{ *lines ([^}]+?) *\}\}")
 PLACE = re.compile(r"\{\{ *(?P<file>[\w-]+)\.(?P<path>[^:}]+?)(?::(?P<format>[^}]*?))? *\}\}")
 
 
@@ -20,7 +22,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the places of a page that is written by hand."""
     if page.file.generated_by:
         return markdown
+    markdown = LINES.sub(lambda found: f"{sum(map(lines_of, found[1].split())):,}", markdown)
     return PLACE.sub(lambda found: figure(page.file.src_uri, found), markdown)
+
+
+def lines_of(name: str) -> int:
+    """How many lines a file of the repository has."""
+    return len((DATA.parents[1] / name).read_text(encoding="utf-8").splitlines())
 
 
 def figure(page: str, found: re.Match[str]) -> str:
