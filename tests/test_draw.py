@@ -17,10 +17,10 @@ LAYOUT = ShardLayout(
 def test_the_strip_says_what_lies_where() -> None:
     ranks, params, blocks, *legend = draw.strip(LAYOUT, [False, True, False]).split("\n")
     assert ranks == "ranks   |0                      |1"
-    assert params == "params  " + "x".replace("x", "a") * 12 + "b" * 36 + "c" * 2
+    assert params == "params  " + "x" * 12 + "y" * 36 + "z" * 2
     assert blocks.count("'") + blocks.count("X") == 36
     assert blocks.index("X") - 8 == 6358 // 256
-    assert "a = x (3,000); b = y (9,216); c = z (500)" in legend[0]
+    assert "x = x (3,000); y = y (9,216); z = z (500)" in legend[0]
     assert max(len(line) for line in legend) <= 80
 
 
@@ -41,7 +41,7 @@ def test_the_picture_shows_the_same() -> None:
     assert picture.count('stroke="#d00"') == 1
     assert picture.count('stroke="#555"') == 36
     assert picture.count('stroke="#000"') == 3
-    assert "b = y, 9,216 elements" in picture
+    assert "y = y, 9,216 elements" in picture
 
 
 def test_a_picture_carries_the_fact_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +53,12 @@ def test_a_picture_carries_the_fact_that_is_printed(capsys: pytest.CaptureFixtur
     found = draw.plot(figure, "the higher bar: 5")
     assert capsys.readouterr().out == "the higher bar: 5\n"
     assert repr(found).encode() in (found._repr_png_() or b"")
+
+
+def test_letters_are_initials_where_these_differ() -> None:
+    same = ShardLayout((OriginalParam("h.0", (256,)), OriginalParam("h.1", (256,), 256)), (0, 512))
+    assert "params  ab" in draw.strip(same)
+    assert "a = h.0 (256); b = h.1 (256)" in draw.strip(same)
 
 
 def test_names_are_escaped() -> None:

@@ -62,7 +62,7 @@ def geometry() -> str:
     )
     layout = ShardLayout(params, (0, 6358, 12716))
     base = draw.svg(layout, [False, True, False], title="Three parameters on two ranks, blocks and cut block")
-    marks = [(0, 44), (3000, 84), (6358, 92), (6358 + 1200, 84), (12216, 84)]
+    marks = [(0, 44), (3000, 84), (6358, 94), (6358 + 1200, 84), (12216, 84)]
     circles = []
     for number, (position, y) in enumerate(marks, 1):
         x = 10 + position * 700 / layout.bounds[-1]

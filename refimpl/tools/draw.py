@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 from textwrap import fill
 from typing import Any
@@ -56,8 +57,8 @@ def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: 
         blocks[bound // scale] = "X"
     params = "".join(_letter_at(layout, position) for position in columns)
     legend = [
-        f"{LETTERS[index % len(LETTERS)]} = {param.fqn} ({param.numel:,})"
-        for index, param in enumerate(layout.params)
+        f"{letter} = {param.fqn} ({param.numel:,})"
+        for letter, param in zip(_letters(layout), layout.params, strict=True)
     ]
     legend.append(f"{PADDING} = padding, one character = {scale:,} element{'s' * (scale > 1)}")
     return "\n".join(
@@ -84,29 +85,31 @@ def svg(
         return f"{10 + position * (width - 20) / total:.2f}"
 
     shapes = []
+    letters = _letters(layout)
     for index, param in enumerate(layout.params):
         length = param.numel * (width - 20) / total
         shapes.append(
             f'<rect x="{at(param.flat_start)}" y="30" width="{length:.2f}" height="34"'
             f' fill="{COLOURS[index % len(COLOURS)]}"/>'
         )
-        if length > 14:
-            middle = at(param.flat_start + param.numel // 2)
-            letter = LETTERS[index % len(LETTERS)]
-            shapes.append(f'<text x="{middle}" y="52" fill="#fff" text-anchor="middle">{letter}</text>')
+        start, end = _longest_segment(layout, index)
+        if (end - start) * (width - 20) / total > 14:
+            shapes.append(
+                f'<text x="{at((start + end) // 2)}" y="52" fill="#fff" text-anchor="middle">'
+                f"{escape(letters[index])}</text>"
+            )
     for start, _ in _blocks(layout, is_8bit):
         shapes.append(f'<path d="M{at(start)} 64v7" stroke="#555"/>')
-    for bound in _cutting_bounds(layout, is_8bit):
-        shapes.append(f'<path d="M{at(bound)} 64v14" stroke="#d00" stroke-width="3"/>')
     for rank, bound in enumerate(layout.bounds):
         shapes.append(f'<path d="M{at(bound)} 22v56" stroke="#000" stroke-width="1.5"/>')
         if rank < layout.num_ranks:
             shapes.append(f'<text x="{at(bound)}" y="16" dx="3">rank {rank}</text>')
+    for bound in _cutting_bounds(layout, is_8bit):
+        shapes.append(f'<path d="M{at(bound)} 64v18" stroke="#d00" stroke-width="4"/>')
     for index, param in enumerate(layout.params):
-        letter = LETTERS[index % len(LETTERS)]
-        label = escape(f"{letter} = {param.fqn}, {param.numel:,} elements")
-        shapes.append(f'<text x="10" y="{100 + 18 * index}">{label}</text>')
-    height = 100 + 18 * len(layout.params)
+        label = escape(f"{letters[index]} = {param.fqn}, {param.numel:,} elements")
+        shapes.append(f'<text x="10" y="{104 + 18 * index}">{label}</text>')
+    height = 104 + 18 * len(layout.params)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
         f' font-family="sans-serif" font-size="13"><title>{escape(title)}</title>'
@@ -154,11 +157,28 @@ def plot(figure: Any, fact: str) -> Picture:
     return Picture(fact, png=file.getvalue())
 
 
+def _letters(layout: ShardLayout) -> str:
+    """One for each parameter: the first of its name if all of these differ, else a, b, c and so on."""
+    initials = "".join(param.fqn[:1] for param in layout.params)
+    if initials.isalpha() and len(set(initials)) == len(layout.params):
+        return initials
+    return "".join(LETTERS[index % len(LETTERS)] for index in range(len(layout.params)))
+
+
 def _letter_at(layout: ShardLayout, position: int) -> str:
-    for index, param in enumerate(layout.params):
+    for letter, param in zip(_letters(layout), layout.params, strict=True):
         if param.flat_start <= position < param.flat_end:
-            return LETTERS[index % len(LETTERS)]
+            return letter
     return PADDING
+
+
+def _longest_segment(layout: ShardLayout, index: int) -> tuple[int, int]:
+    """Where most of a parameter lies undivided, in flat coordinates: the place for its letter."""
+    param = layout.params[index]
+    inside = [bound for bound in layout.bounds if param.flat_start < bound < param.flat_end]
+    return max(
+        pairwise([param.flat_start, *inside, param.flat_end]), key=lambda range_: range_[1] - range_[0]
+    )
 
 
 def _blocks(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> Iterator[tuple[int, int]]:
