@@ -15,9 +15,6 @@ from refimpl.tools.world import World
 torch.set_num_threads(1)
 
 
-pytest_plugins = ["pytester"]
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write the conformance matrix of the site")
 
