@@ -13,7 +13,9 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
 
 from refimpl import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
 from refimpl.tools.fixture import Model, Shapes, full_parameters, gradients, wrap
@@ -77,16 +79,30 @@ def native_run(case: Case) -> list[Snapshot]:
     """Native AdamW8bit on the unwrapped model, in this process."""
     model = case.model()
     optimizer = bnb.optim.AdamW8bit(model.parameters(), min_8bit_size=case.min_8bit_size, **case.hyper)
-    manager = bnb.optim.GlobalOptimManager.get_instance()
-    manager.initialize()
-    for name, param in model.named_parameters():
-        for pattern, values in case.overrides.items():
-            if fnmatchcase(name, pattern):
-                manager.override_config(param, key_value_dict=dict(values))
+    manager = override_native(case, dict(model.named_parameters()))
     try:
         return [native_snapshot(model, optimizer) for _ in train(case, model, optimizer)]
     finally:
         manager.initialize()
+
+
+def override_native(case: Case, params: Mapping[str, Tensor]) -> Any:
+    """Ask native for the overrides of `case`, and nothing else; its manager is one for all the process."""
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    for name, param in params.items():
+        for pattern, values in case.overrides.items():
+            if fnmatchcase(name, pattern):
+                manager.override_config(param, key_value_dict=dict(values))
+    return manager
+
+
+def hybrid_options() -> dict[str, Any]:
+    """For FSDP on four ranks: two replicas of two shards; the ranks of a shard group are not neighbours."""
+    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
+    rank = dist.get_rank()
+    shard, replicate = groups[rank % 2, rank % 2 + 2], groups[rank - rank % 2, rank - rank % 2 + 1]
+    return {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (shard, replicate)}
 
 
 def native_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:

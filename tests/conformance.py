@@ -10,23 +10,25 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-from against_native import Case, graded
-from routes import ROUTES, save_fsdp
+from against_native import Case, graded, hybrid_options, override_native
+from routes import ROUTES, save_fsdp, steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, fully_shard
 
 from refimpl import ShadowAdamW8bit, ShardedAdamW8bit, read_layouts
-from refimpl.checkpoint import from_bitsandbytes, load_sharded, save_sharded, to_bitsandbytes
+from refimpl.checkpoint import from_bitsandbytes, to_bitsandbytes
 from refimpl.layout import BLOCK_SIZE, OriginalParam, ShardLayout, block_end, block_start
 from refimpl.tools.fixture import Model, full_parameters, wrap
 from refimpl.tools.world import World
@@ -136,17 +138,11 @@ def build(
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # FSDP1's, of strategies that are being deprecated
     model: nn.Module = case.model()
-    manager = bnb.optim.GlobalOptimManager.get_instance()
-    manager.initialize()
     asked = dict(model.named_parameters())
     if wrapping is not None:
         units = list(case.shapes) if wrapping == "fine" else []
         model = wrap(model, units, use_orig_params=orig, **options)
-    if optimizer == "native":
-        for pattern, values in case.overrides.items():
-            for name, param in asked.items():
-                if name.startswith(pattern.rstrip("*")):
-                    manager.override_config(param, key_value_dict=dict(values))
+    override_native(case, asked if optimizer == "native" else {})
     if wrapping is None:
         layouts = {param: whole_layout(name, param) for name, param in model.named_parameters()}
     else:
@@ -214,12 +210,7 @@ def padding_of(layouts: Mapping[Any, Any]) -> list[Tensor]:
 
 
 def hybrid_run(case: Case, optimizer: str, wrapping: str, orig: bool) -> Seen:
-    """Four ranks as two shard groups of two."""
-    me = dist.get_rank()
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    groups = (pairs[me // 2], pairs[2 + me % 2])
-    strategy = ShardingStrategy.HYBRID_SHARD
-    return run(case, optimizer, wrapping, orig, sharding_strategy=strategy, process_group=groups)
+    return run(case, optimizer, wrapping, orig, **hybrid_options())
 
 
 def see(model: nn.Module, opt: Any, layouts: Mapping[Any, Any], entered: Any = ()) -> Seen:
@@ -286,25 +277,19 @@ COLLECTIVES = [
 
 def counting_collectives(action: Callable[[], Any]) -> list[tuple[str, int]]:
     """Call `action`; the collectives it entered, and how many elements this rank put in."""
-    entered: list[tuple[str, int]] = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def spy(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in args if isinstance(each, Tensor)]
-            entered.append((name, tensors[-1].numel() if tensors else 0))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, spy(name))
-    try:
+    with ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
+            for name in COLLECTIVES
+        }
         action()
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return entered
+    return [(name, _numel_sent(*call.args)) for name, spy in spies.items() for call in spy.call_args_list]
+
+
+def _numel_sent(*args: Any) -> int:
+    """The tensor that a rank puts in is the last one that a collective is given."""
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    return tensors[-1].numel() if tensors else 0
 
 
 # ---- comparing
@@ -510,17 +495,24 @@ def bounds_inside(ranks: list[Seen]) -> dict[str, list[int]]:
     }
 
 
+def block_problem(
+    bench: Bench, it: Implementation, choose: Callable[[Any], Callable[[str, int], Tensor]]
+) -> Problem | None:
+    """Of the state of 8-bit parameters, in the blocks that `choose` (cut or uncut) picks."""
+    case = SHIFTED if it.optimizer == "torchao" else LARGE
+    found = bench(it, case)
+    where = choose(bounds_inside(found))
+
+    def of_8bit(name: str, numel: int) -> Tensor:
+        return where(name, numel) & (numel >= case.min_8bit_size)
+
+    return state_problem(found, bench.unwrapped(it, case), of_8bit)
+
+
 @rule("block.restart")
 @for_8bit_state
 def _(bench: Bench, it: Implementation) -> Result:
-    case = SHIFTED if it.optimizer == "torchao" else LARGE
-    found = bench(it, case)
-    where = uncut(bounds_inside(found))
-
-    def of_8bit(name: str, numel: int) -> Tensor:
-        return where(name, numel) & (numel >= 4096)
-
-    return answer(state_problem(found, bench.unwrapped(it, case), of_8bit))
+    return answer(block_problem(bench, it, uncut))
 
 
 @rule("block.tail")
@@ -540,14 +532,7 @@ def _(bench: Bench, it: Implementation) -> Result:
 @rule("block.cut-by-rank")
 @for_8bit_state
 def _(bench: Bench, it: Implementation) -> Result:
-    case = SHIFTED if it.optimizer == "torchao" else LARGE
-    found = bench(it, case)
-    where = cut(bounds_inside(found))
-
-    def of_8bit(name: str, numel: int) -> Tensor:
-        return where(name, numel) & (numel >= 4096)
-
-    return answer(state_problem(found, bench.unwrapped(it, case), of_8bit))
+    return answer(block_problem(bench, it, cut))
 
 
 @rule("padding.inert")
@@ -661,26 +646,32 @@ def attempt(action: Callable[[], Any]) -> str | None:
     try:
         action()
     except Exception as error:
-        first = " ".join(str(error).split())
-        return (
-            f"{type(error).__name__}: {first[:57].rpartition(' ')[0]} ..."
-            if len(first) > 60
-            else f"{type(error).__name__}: {first}"
-        )
+        text = " ".join(str(error).split())
+        if len(text) > 60:
+            text = f"{text[:57].rpartition(' ')[0]} ..."
+        return f"{type(error).__name__}: {text}"
     return None
 
 
-def trained(case: Case, it: Implementation, steps: int, **options: Any) -> tuple[nn.Module, Any, Any]:
-    model, opt, layouts = build(case, it.optimizer, options.pop("wrapping", it.wrapping), it.orig, **options)
-    train(case, model, opt, 1, steps)
+def trained(case: Case, it: Implementation, last: int) -> tuple[nn.Module, Any, Any]:
+    model, opt, layouts = build(case, it.optimizer, it.wrapping, it.orig)
+    steps(case, model, opt, 1, last)
     return model, opt, layouts
 
 
-def train(case: Case, model: nn.Module, opt: Any, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        model(case.gradients(step)).backward()
-        opt.step()
-        opt.zero_grad()
+def starting_at(case: Case, values: Mapping[str, Tensor]) -> Case:
+    """`case` with other start values."""
+    return replace(case, prepare=lambda model: model.load_state_dict(values))
+
+
+def resumed(case: Case, built: tuple[nn.Module, Any, Any], load: Callable[[nn.Module, Any], Any]) -> Any:
+    """Load state into the optimizer of a model that has made two steps, make two more; or the error."""
+    model, opt, layouts = built
+    error = attempt(lambda: load(model, opt))
+    if error:
+        return f"loading raises {error}"
+    error = attempt(lambda: steps(case, model, opt, 3, 4))
+    return f"the first step after loading raises {error}" if error else see(model, opt, layouts)
 
 
 def case_of(it: Implementation) -> Case:
@@ -734,39 +725,24 @@ def _(bench: Bench, it: Implementation) -> Result:
     return PASSED, ""
 
 
+def route_of(it: Implementation) -> Any:
+    """How to save and load for another number of ranks."""
+    return ROUTES["compact" if it.is_ours else "FSDP full"]
+
+
 def save_for_others(it: Implementation, folder: Path) -> str | None:
     model, opt, _ = trained(case_of(it), it, 2)
     values = full_parameters(model)
     if dist.get_rank() == 0:
         torch.save(values, folder / "model.pt")
-    if it.is_ours:
-        return attempt(lambda: save_sharded(opt, folder / "state"))
-    return attempt(lambda: save_fsdp(model, opt, folder))
+    return attempt(lambda: route_of(it)[0](model, opt, folder))
 
 
 def load_from_others(it: Implementation, folder: Path) -> Any:
     """On other ranks, in another wrapping: load and train to the end."""
-    model, opt, layouts = build(case_of(it), it.optimizer, "fine", it.orig)
-    with FSDP.summon_full_params(model):
-        values = torch.load(folder / "model.pt")
-        for name, param in model.named_parameters():
-            param.data.copy_(values[name.replace("_fsdp_wrapped_module.", "")])
-
-    def load() -> None:
-        if it.is_ours:
-            load_sharded(opt, folder / "state")
-            return
-        found = torch.load(folder / "optimizer.pt", weights_only=False)
-        opt.load_state_dict(FSDP.optim_state_dict_to_load(model, opt, found))
-
-    def resume() -> None:
-        train(case_of(it), model, opt, 3, 4)
-
-    error = attempt(load)
-    if error:
-        return f"loading raises {error}"
-    error = attempt(resume)
-    return f"the first step after loading raises {error}" if error else see(model, opt, layouts)
+    case = starting_at(case_of(it), torch.load(folder / "model.pt"))
+    built = build(case, it.optimizer, "fine", it.orig)
+    return resumed(case, built, lambda model, opt: route_of(it)[1](model, opt, folder))
 
 
 @rule("checkpoint.reshard")
@@ -793,14 +769,9 @@ def through_stock(it: Implementation, route: str, folder: Path) -> Any:
     if error:
         return f"saving raises {error}"
     dist.barrier()
-    copy, other, layouts = build(case, it.optimizer, it.wrapping, it.orig)
-    for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
-        mine.data.copy_(theirs.data)
-    error = attempt(lambda: load(copy, other, folder))
-    if error:
-        return f"loading raises {error}"
-    error = attempt(lambda: train(case, copy, other, 3, 4))
-    return f"the first step after loading raises {error}" if error else see(copy, other, layouts)
+    case = starting_at(case, full_parameters(model))
+    built = build(case, it.optimizer, it.wrapping, it.orig)
+    return resumed(case, built, lambda model, opt: load(model, opt, folder))
 
 
 @rule("checkpoint.stock-apis")
@@ -821,46 +792,28 @@ def _(bench: Bench, it: Implementation) -> Result:
 
 def into_native(it: Implementation) -> Any:
     """The state of a wrapped run, after two steps, into bitsandbytes' optimizer on the unwrapped model."""
-    case = case_of(it)
-    model, opt, _ = trained(case, it, 2)
-    values = full_parameters(model)
-    full = opt.full_state_dict() if it.is_ours else None
-    plain, native, layouts = build(case, "native", None)
-    for name, param in plain.named_parameters():
-        param.data.copy_(values[name])
-    state = to_bitsandbytes(full, list(values)) if full else opt.state_dict()
-    error = attempt(lambda: native.load_state_dict(state))
-    if error:
-        return f"to unwrapped: loading raises {error}"
-    error = attempt(lambda: train(case, plain, native, 3, 4))
-    if error:
-        return f"to unwrapped: the first step after loading raises {error}"
-    return see(plain, native, layouts)
+    model, opt, _ = trained(case_of(it), it, 2)
+    case = starting_at(case_of(it), values := full_parameters(model))
+    state = to_bitsandbytes(opt.full_state_dict(), list(values)) if it.is_ours else opt.state_dict()
+    found = resumed(case, build(case, "native", None), lambda _, native: native.load_state_dict(state))
+    return f"to unwrapped: {found}" if isinstance(found, str) else found
 
 
 def from_native(it: Implementation) -> Any:
     """The other way: from the unwrapped model, after two steps, to the wrapped one."""
-    case = case_of(it)
-    plain, native, _ = build(case, "native", None)
-    train(case, plain, native, 1, 2)
-    state, values = native.state_dict(), full_parameters(plain)
-    case = replace(case, prepare=lambda model: model.load_state_dict(values))
-    model, opt, layouts = build(case, it.optimizer, it.wrapping, it.orig)
+    plain, native, _ = build(case_of(it), "native", None)
+    steps(case_of(it), plain, native, 1, 2)
+    case, state = starting_at(case_of(it), values := full_parameters(plain)), native.state_dict()
 
-    def load() -> None:
+    def load(_: nn.Module, opt: Any) -> None:
         if it.is_ours:
             shapes = [tuple(value.shape) for value in values.values()]
             opt.load_full_state_dict(from_bitsandbytes(state, list(values), shapes))
         else:
             opt.load_state_dict(state)
 
-    error = attempt(load)
-    if error:
-        return f"from unwrapped: loading raises {error}"
-    error = attempt(lambda: train(case, model, opt, 3, 4))
-    if error:
-        return f"from unwrapped: the first step after loading raises {error}"
-    return see(model, opt, layouts)
+    found = resumed(case, build(case, it.optimizer, it.wrapping, it.orig), load)
+    return f"from unwrapped: {found}" if isinstance(found, str) else found
 
 
 @rule("checkpoint.interchange")

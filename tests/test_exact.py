@@ -7,7 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from against_native import TWINS, WRAPPINGS, Case, check, differences, graded, native_run, wrapped_run
+from against_native import (
+    TWINS,
+    WRAPPINGS,
+    Case,
+    check,
+    differences,
+    graded,
+    hybrid_options,
+    native_run,
+    wrapped_run,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -119,13 +129,8 @@ def test_strategies(
 
 
 def hybrid_run(case: Case, wrapping: str, orig: bool, twin: str, strategy: ShardingStrategy) -> object:
-    """Two replicas of two shards; the ranks of a shard group are not neighbours."""
-    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
-    rank = dist.get_rank()
-    shard, replicate = groups[rank % 2, rank % 2 + 2], groups[rank - rank % 2, rank - rank % 2 + 1]
-    return wrapped_run(
-        case, wrapping, orig, twin, sharding_strategy=strategy, process_group=(shard, replicate)
-    )
+    options = {**hybrid_options(), "sharding_strategy": strategy}
+    return wrapped_run(case, wrapping, orig, twin, **options)
 
 
 @pytest.mark.rule("strategy.invariant")

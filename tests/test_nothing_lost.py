@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from against_native import TWINS, Case
+from against_native import TWINS, Case, hybrid_options
 from routes import Layout, build, steps
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,11 +69,7 @@ def save_at(path: Path, last: int, *args: Any, **options: Any) -> Full:
 
 
 def save_hybrid(path: Path) -> Full:
-    """Two replicas of two shards; the ranks of a shard group are not neighbours."""
-    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
-    rank = dist.get_rank()
-    both = groups[rank % 2, rank % 2 + 2], groups[rank - rank % 2, rank - rank % 2 + 1]
-    return save_at(path, 2, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=both)
+    return save_at(path, 2, **hybrid_options())
 
 
 def load_fresh(path: Path, layout: Layout = COARSE) -> Full:

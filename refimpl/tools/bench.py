@@ -16,8 +16,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -218,26 +220,11 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, float]
 
 def kernel_calls(step: Callable[[], Any]) -> int:
     """How often one step calls a bitsandbytes kernel."""
-    calls = 0
     names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    originals = {name: getattr(F, name) for name in names}
-
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(F, name, counted(original))
-    try:
+    with ExitStack() as stack:
+        spies = [stack.enter_context(mock.patch.object(F, name, wraps=getattr(F, name))) for name in names]
         step()
-    finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
-    return calls
+    return sum(spy.call_count for spy in spies)
 
 
 def _bytes(sharded: ShardedAdamW8bit, sizes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, Any]:

@@ -10,14 +10,14 @@ The strip is readable without colour. One character stands for `scale` elements:
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 from textwrap import fill
 from typing import Any
 
-from ..layout import BLOCK_SIZE, ShardLayout
+from ..layout import BLOCK_SIZE, OriginalParam, ShardLayout
 
 LETTERS = ascii_lowercase + ascii_uppercase
 PADDING = "."
@@ -51,15 +51,13 @@ def strip(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, scale: 
             if place < len(ranks) and (place == bound // scale or ranks[place] == " "):
                 ranks[place] = letter
     blocks = [" "] * len(columns)
-    for start, _ in _blocks(layout, is_8bit):
+    for start in _blocks(layout, is_8bit):
         blocks[start // scale] = "'"
     for bound in _cutting_bounds(layout, is_8bit):
         blocks[bound // scale] = "X"
-    params = "".join(_letter_at(layout, position) for position in columns)
-    legend = [
-        f"{letter} = {param.fqn} ({param.numel:,})"
-        for letter, param in zip(_letters(layout), layout.params, strict=True)
-    ]
+    lettered = list(zip(_letters(layout), layout.params, strict=True))
+    params = "".join(_letter_at(lettered, position) for position in columns)
+    legend = [f"{letter} = {param.fqn} ({param.numel:,})" for letter, param in lettered]
     legend.append(f"{PADDING} = padding, one character = {scale:,} element{'s' * (scale > 1)}")
     return "\n".join(
         [
@@ -98,7 +96,7 @@ def svg(
                 f'<text x="{at((start + end) // 2)}" y="52" fill="#fff" text-anchor="middle">'
                 f"{escape(letters[index])}</text>"
             )
-    for start, _ in _blocks(layout, is_8bit):
+    for start in _blocks(layout, is_8bit):
         shapes.append(f'<path d="M{at(start)} 64v7" stroke="#555"/>')
     for rank, bound in enumerate(layout.bounds):
         shapes.append(f'<path d="M{at(bound)} 22v56" stroke="#000" stroke-width="1.5"/>')
@@ -142,7 +140,7 @@ def picture(layout: ShardLayout, is_8bit: Sequence[bool] | None = None, *, width
     cuts = len(_cutting_bounds(layout, is_8bit))
     fact = (
         f"{layout.num_ranks} ranks, {len(layout.params)} parameters,"
-        f" {sum(1 for _ in _blocks(layout, is_8bit))} blocks; bounds that cut a block: {cuts}"
+        f" {len(_blocks(layout, is_8bit))} blocks; bounds that cut a block: {cuts}"
     )
     print(fact)
     return Picture(fact, svg=svg(layout, is_8bit, width=width, title=fact))
@@ -165,8 +163,8 @@ def _letters(layout: ShardLayout) -> str:
     return "".join(LETTERS[index % len(LETTERS)] for index in range(len(layout.params)))
 
 
-def _letter_at(layout: ShardLayout, position: int) -> str:
-    for letter, param in zip(_letters(layout), layout.params, strict=True):
+def _letter_at(lettered: Sequence[tuple[str, OriginalParam]], position: int) -> str:
+    for letter, param in lettered:
         if param.flat_start <= position < param.flat_end:
             return letter
     return PADDING
@@ -181,12 +179,17 @@ def _longest_segment(layout: ShardLayout, index: int) -> tuple[int, int]:
     )
 
 
-def _blocks(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> Iterator[tuple[int, int]]:
-    """The blocks of 8-bit parameters in flat coordinates."""
-    for index, param in enumerate(layout.params):
-        if is_8bit is None or is_8bit[index]:
-            for start in range(param.flat_start, param.flat_end, BLOCK_SIZE):
-                yield start, min(start + BLOCK_SIZE, param.flat_end)
+def _with_blocks(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> list[OriginalParam]:
+    return [param for index, param in enumerate(layout.params) if is_8bit is None or is_8bit[index]]
+
+
+def _blocks(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> list[int]:
+    """Where the blocks of 8-bit parameters begin, in flat coordinates."""
+    return [
+        start
+        for param in _with_blocks(layout, is_8bit)
+        for start in range(param.flat_start, param.flat_end, BLOCK_SIZE)
+    ]
 
 
 def _cutting_bounds(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> list[int]:
@@ -194,5 +197,6 @@ def _cutting_bounds(layout: ShardLayout, is_8bit: Sequence[bool] | None) -> list
     return [
         bound
         for bound in layout.bounds
-        if any(start < bound < end for start, end in _blocks(layout, is_8bit))
+        for param in _with_blocks(layout, is_8bit)
+        if param.flat_start < bound < param.flat_end and (bound - param.flat_start) % BLOCK_SIZE
     ]

@@ -132,14 +132,23 @@ def _train(
     device: torch.device,
 ) -> dict[str, Any]:
     """Two updates; the complete change of all parameters, and the precision of their state."""
-    start = _flat_parameters(model)
-    for step in range(1, STEPS + 1):
-        grads = {name: grad.to(device) for name, grad in gradients(shapes(world_size), step).items()}
-        train_step(model, optimizer, grads)
     return {
-        "update": _flat_parameters(model) - start,
+        "update": _update(model, optimizer, device, lambda step: gradients(shapes(world_size), step)),
         "states": _state_dtypes(model, optimizer, layouts),
     }
+
+
+def _update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    gradients_at: Callable[[int], Mapping[str, Tensor]],
+) -> Tensor:
+    """The complete change of all parameters in two updates."""
+    start = _flat_parameters(model)
+    for step in range(1, STEPS + 1):
+        train_step(model, optimizer, {name: grad.to(device) for name, grad in gradients_at(step).items()})
+    return _flat_parameters(model) - start
 
 
 def _train_published(factory: Factory, units: Sequence[str], world_size: int, device: torch.device) -> Tensor:
@@ -152,24 +161,20 @@ def _train_published(factory: Factory, units: Sequence[str], world_size: int, de
         param.data = (0.025 * torch.sin(index * 0.017 + 0.019 + key % 997)).reshape(param.shape)
     wrapped = wrap(model, units, device=device, use_orig_params=False)
     optimizer = factory(wrapped, read_layouts(wrapped), **PUBLISHED)
-    start = _flat_parameters(wrapped)
-    for step in range(STEPS):
-        train_step(wrapped, optimizer, _published_gradients(full_parameters(wrapped), step, device))
-    return _flat_parameters(wrapped) - start
+    return _update(
+        wrapped, optimizer, device, lambda step: _published_gradients(full_parameters(wrapped), step)
+    )
 
 
-def _published_gradients(values: Mapping[str, Tensor], step: int, device: torch.device) -> dict[str, Tensor]:
+def _published_gradients(values: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
     """Of `(p - 0.1)^2 / 2`, where p sums the mean of value times coefficient over the parameters."""
     coefficients = {}
     for number, (name, value) in enumerate(values.items()):
         frequency = 0.0078125 * (number + 1) if number < 4 else 0.00390625
         index = torch.arange(value.numel(), dtype=torch.float32)
-        coefficients[name] = torch.sin((index + 1) * frequency + step * 0.03125).reshape(value.shape)
+        coefficients[name] = torch.sin((index + 1) * frequency + (step - 1) * 0.03125).reshape(value.shape)
     error = sum(float((values[name] * each).mean()) for name, each in coefficients.items()) - 0.1
-    return {
-        name.removesuffix(".weight"): (error * each / each.numel()).to(device)
-        for name, each in coefficients.items()
-    }
+    return {name.removesuffix(".weight"): error * each / each.numel() for name, each in coefficients.items()}
 
 
 def _flat_parameters(model: nn.Module) -> Tensor:
